@@ -10,7 +10,7 @@ from typing import Any
 
 from symcomm import errors
 
-__all__ = ["DType", "RedOpType", "ReduceOp", "make_premul_sum"]
+__all__ = ["DType", "Numbered", "RedOpType", "ReduceOp", "make_premul_sum"]
 
 
 class DType(enum.IntEnum):
@@ -47,6 +47,33 @@ class DType(enum.IntEnum):
 
 
 ITEMSIZE: dict[int, int] = dict(zip(DType, (1, 1, 2, 2, 4, 4, 8, 8, 1, 2, 2, 4, 8, 8, 16, 1, 1, 1, 1), strict=True))
+
+
+class Numbered(enum.Enum):
+    """Enumerations that behave like those of PyTorch's binding. Members compare by kind and number, also with PyTorch's
+    member of the same name (write ours on the left), and never with a plain number; they hash, convert to int and index
+    lists like the numbers they stand for."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        if not isinstance(value, int):
+            raise errors.wrong_type(cls.__name__, "value", value, f"a number of {cls.__name__}")
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is type(self):
+            return self is other
+        theirs = type(other)
+        is_torchs = theirs.__name__ == type(self).__name__ and theirs.__module__.startswith("torch.")
+        return is_torchs and self.value == getattr(other, "value", None)
+
+    def __hash__(self) -> int:
+        return self.value
+
+    def __int__(self) -> int:
+        return self.value
+
+    __index__ = __int__
 
 
 class _OfNumbers(enum.EnumMeta):

@@ -1,8 +1,7 @@
 """symcomm.c10d: the names of PyTorch's ``torch._C._distributed_c10d``, on our implementation.
 
 enums.py      DebugLevel, OpType, ...; the debug level
-options.py    AllreduceOptions and its kin
-reduce_op.py  ReduceOp
+options.py    AllreduceOptions and its kin, PREMUL_SUM
 vendors.py    names of other vendors' libraries: PyTorch's own, or a sentence
 stores.py     stores, and the bridge between ours and PyTorch's
 works.py      Work and what it comes as
@@ -12,10 +11,9 @@ wrapper.py    _ProcessGroupWrapper: checks that all ranks call the same
 group.py      ProcessGroup: operations to backends by device
 flight.py     _dump_fr_trace and its kin
 symmetric.py  _SymmetricMemory, _detect_dma_connectivity
-worker_server.py  _WorkerServer, _Request, _Response and handlers by name
 registry.py   groups by name, works by tensor
 
-Reducer, Logger, GradBucket and their kin are those of symcomm.ddp.
+Reducer, Logger, GradBucket and their kin are those of symcomm.ddp; _WorkerServer and its handlers of symcomm.observe.
 
 PyTorch's own engines (ProcessGroupGloo, ProcessGroupNCCL, ...) are passed on where PyTorch has them.
 """
@@ -63,8 +61,8 @@ from symcomm.c10d.options import (
     SignalOptions,
     WaitSignalOptions,
     _DistributedBackendOptions,
+    _make_nccl_premul_sum,
 )
-from symcomm.c10d.reduce_op import ReduceOp, _make_nccl_premul_sum
 from symcomm.c10d.registry import shared as _shared
 from symcomm.c10d.stores import (
     FakeStore,
@@ -81,14 +79,6 @@ from symcomm.c10d.stores import (
 )
 from symcomm.c10d.symmetric import _detect_dma_connectivity, _DMAConnectivity, _SymmetricMemory
 from symcomm.c10d.vendors import vendors as _vendors
-from symcomm.c10d.worker_server import (
-    _get_handler,
-    _get_handler_names,
-    _register_handler,
-    _Request,
-    _Response,
-    _WorkerServer,
-)
 from symcomm.c10d.works import FakeWork, PythonCallbackWork, Work, WorkInfo, _create_work_from_future
 from symcomm.c10d.wrapper import _ProcessGroupWrapper
 from symcomm.ddp.assign import compute_bucket_assignment_by_size as _compute_bucket_assignment_by_size
@@ -103,6 +93,13 @@ from symcomm.ddp.verify import verify_params_across_processes as _verify_params_
 from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
 from symcomm.group.hook_classes import HealthCheckHook, NanCheckHook
 from symcomm.observe.recorder.flight_hook import FlightRecorderHook
+from symcomm.observe.server.handlers import get_handler as _get_handler
+from symcomm.observe.server.handlers import get_handler_names as _get_handler_names
+from symcomm.observe.server.handlers import register_handler as _register_handler
+from symcomm.observe.server.requests import Request as _Request
+from symcomm.observe.server.requests import Response as _Response
+from symcomm.observe.server.server import WorkerServer as _WorkerServer
+from symcomm.types import ReduceOp
 from symcomm.windows import Window, WindowAccessType, WindowAttr
 
 _DEFAULT_FIRST_BUCKET_BYTES = 1024 * 1024

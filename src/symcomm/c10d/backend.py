@@ -17,8 +17,6 @@ from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, ranks, 
 from symcomm.ops import OPS
 from symcomm.torch_backend.group import TorchGroup
 
-__all__ = ["NEWER_NAMES", "AnyBackendOptions", "Backend", "BackendOptions"]
-
 
 class AnyBackendOptions(Options):
     """What every backend can be told."""

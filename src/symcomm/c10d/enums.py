@@ -9,12 +9,7 @@ import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
 from symcomm.errors import wrong_type
-from symcomm.torch_backend.kinds import Numbered
-
-__all__ = [
-    "BackendType", "DebugLevel", "ErrorType", "OpType", "WorkResult", "get_debug_level", "set_debug_level",
-    "set_debug_level_from_env",
-]  # fmt: skip
+from symcomm.types import Numbered
 
 
 class DebugLevel(Numbered):

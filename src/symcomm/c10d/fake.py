@@ -20,8 +20,6 @@ from symcomm.torch_backend.arguments import root_of
 from symcomm.torch_backend.checks import single
 from symcomm.torch_backend.overloads import CALLS, fit, positional
 
-__all__ = ["FakeOptions", "FakeProcessGroup"]
-
 
 class _FakeOptions(AnyBackendOptions):
     """``FakeProcessGroup.Options``. ``error_on_collective`` finds the collectives a program should not make."""

@@ -6,11 +6,6 @@ from symcomm.memory.arena import current_arena, has_arena
 from symcomm.observe.recorder.dump import this_rank, write_for_torch
 from symcomm.observe.recorder.torch_format import as_json, as_pickle
 
-__all__ = [
-    "_dump_fr_trace", "_dump_fr_trace_file", "_dump_fr_trace_json", "_dump_nccl_trace", "_dump_nccl_trace_json",
-    "_reset_fr_recording_nccl", "_reset_fr_trace",
-]  # fmt: skip
-
 
 def _dump_fr_trace(
     includeCollectives: bool | None = None,

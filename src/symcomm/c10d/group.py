@@ -20,17 +20,17 @@ from symcomm import errors
 from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import BackendType, OpType
 from symcomm.c10d.group_hooks import OwnHooks, of_default_backend
-from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, text
+from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short
 from symcomm.c10d.stores import Store
 from symcomm.c10d.works import WorkInfo
 from symcomm.errors import wrong_type
+from symcomm.group.interception import flat
 from symcomm.ops import BY_TORCH_NAME, OPS
 from symcomm.store import PrefixStore
 from symcomm.torch_backend import checks, values, versions
 from symcomm.torch_backend.group import TorchGroup
+from symcomm.torch_backend.lifecycle import GroupFacts
 from symcomm.torch_backend.overloads import fit, positional
-
-__all__ = ["ProcessGroup"]
 
 _CPU = torch.device("cpu")
 
@@ -47,17 +47,10 @@ class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
 
 def device_of(args: Any) -> torch.device | None:
     """Where the first tensor in ``args``, lists of lists included, lives."""
-    for item in args:
-        if isinstance(item, torch.Tensor):
-            return item.device
-        if isinstance(item, (list, tuple)):
-            found = device_of(item)
-            if found is not None:
-                return found
-    return None
+    return next((item.device for item in flat(args) if isinstance(item, torch.Tensor)), None)
 
 
-class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
+class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup):
     """``ProcessGroup(rank, size)`` or ``ProcessGroup(store, rank, size)``: operations go to their device's backend.
 
     With a store, Symcomm's engine serves a device that no backend was registered for.
@@ -65,34 +58,19 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
     Raises: WrongTypeError, CallerError where no backend can serve; its operations, what the backend's raise."""
 
     BackendType = BackendType
-    UNDEFINED = BackendType.UNDEFINED
-    GLOO = BackendType.GLOO
-    NCCL = BackendType.NCCL
-    UCC = BackendType.UCC
-    MPI = BackendType.MPI
-    XCCL = BackendType.XCCL
-    CUSTOM = BackendType.CUSTOM
-
-    __hash__ = object.__hash__
 
     def __init__(self, *args: Any, **named: Any):
         store, rank, size = _who(*args, **named)
         super().__init__(rank, size)
         self._rank, self._size, self._store = rank, size, store
-        self._name = ""
-        self._desc = ""
         self._timeout = DEFAULT_TIMEOUT
         self._backends: dict[str, Any] = {}  # device type -> backend
         self._kinds: dict[BackendType, Any] = {}  # kind -> backend
         self._default = BackendType.UNDEFINED
-        self._hook: Callable[[WorkInfo], Any] | None = None
         self._started = 0
         self._bound: torch.device | None = None
         # PyTorch's C++ backends are called through a group of its own, which knows how.
         self._theirs = dist.ProcessGroup(rank, size)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
     # --- backends ---------------------------------------------------------------------------------------------
 
@@ -221,24 +199,13 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
         return self._default_backend().reconfigure(for_torch(opts))
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
-        """``hook(WorkInfo)`` is called when an operation of this group has ended."""
-        if not callable(hook):
-            raise wrong_type("_register_on_completion_hook", "hook", hook, "a function of one argument")
         self._default_backend()
-        if self._hook is not None:
-            raise errors.CallerError("_register_on_completion_hook: a hook is registered already.")
-        self._hook = hook
-
-    def _has_hooks(self) -> bool:
-        return self._hook is not None
+        super()._register_on_completion_hook(hook)
 
     def _wait_for_pending_works(self) -> None:
         backend = self._default_backend()
         if hasattr(backend, "_wait_for_pending_works"):
             backend._wait_for_pending_works()
-
-    def _enable_collectives_timing(self) -> None:
-        """Nothing to switch on: times are taken in any case."""
 
     # --- groups from groups -----------------------------------------------------------------------------------
 
@@ -337,23 +304,7 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
             raise errors.CallerError("ProcessGroup name not set; call _set_group_name.")
         return self._name
 
-    def _set_group_name(self, name: str) -> None:
-        self._name = text("_set_group_name", name)
-
-    setGroupName = _set_group_name
     group_name = property(getGroupName)
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = text("_set_group_desc", desc)
-
-    setGroupDesc = _set_group_desc
-    group_desc = property(getGroupDesc)
-
-    def get_group_store(self) -> Any:
-        return self._store
 
     def _get_sequence_number_for_group(self) -> int:
         return self._default_backend()._get_sequence_number_for_group()
@@ -405,6 +356,8 @@ def _operation(name: str, operation: str) -> Callable[..., Any]:
     return call
 
 
+for _kind_of_backend in BackendType:
+    setattr(ProcessGroup, _kind_of_backend.name, _kind_of_backend)
 for _name in BY_TORCH_NAME:
     setattr(ProcessGroup, _name, _operation(_name, _name))
 for _name, _newer in OLDER_NAMES.items():

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from symcomm.group.call_hooks import CallHooks, PostHookArgs, PreHookArgs
+from symcomm.group.call_hooks import CallHooks, HookMethods
 from symcomm.group.interception import Interception
 from symcomm.torch_backend.call_hooks import TorchCalls
-
-__all__ = ["OwnHooks", "of_default_backend"]
 
 
 class _Calls(TorchCalls):
@@ -24,7 +22,7 @@ def of_default_backend(name: str) -> property:
     return property(lambda self: bool(getattr(self._default_backend(), name, False)))
 
 
-class OwnHooks:
+class OwnHooks(HookMethods):
     """Mixed into ProcessGroup. Aborts are the default backend's to tell."""
 
     _default_backend: Callable[[], Any]
@@ -37,18 +35,6 @@ class OwnHooks:
             interception.add_facade(self, _Calls())
             made = vars(self).setdefault("_call_hooks", CallHooks(interception))
         return made
-
-    def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], Any]) -> None:
-        self.call_hooks.register("pre", hook_id, hook)
-
-    def unregister_pre_hook(self, hook_id: int) -> None:
-        self.call_hooks.unregister("pre", hook_id)
-
-    def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], Any]) -> None:
-        self.call_hooks.register("post", hook_id, hook)
-
-    def unregister_post_hook(self, hook_id: int) -> None:
-        self.call_hooks.unregister("post", hook_id)
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], Any]) -> None:
         self._default_backend().register_abort_hook(hook_id, hook)

@@ -1,4 +1,4 @@
-"""The options objects that collectives take.
+"""The options objects that collectives take, and the reduce operation that some of them hold.
 
 Each attribute checks and converts what it is given, as PyTorch's do; an attribute that does not exist cannot be set.
 Where PyTorch has a class of the same name, ours is one of these too, and keeps its C++ half up to date: engines that
@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,15 +21,15 @@ from symcomm.group.request import to_redop
 from symcomm.store import Store
 from symcomm.torch_backend.reduce_ops import redop_for_torch
 from symcomm.torch_backend.stores import as_torch_store
-from symcomm.torch_backend.values import duration, flag, integer, ranks, short, text, timeout_of
-from symcomm.types import RedOpType, ReduceOp
+from symcomm.torch_backend.values import duration, flag, integer, optional, ranks, short, text, timeout_of
+from symcomm.types import RedOpType, ReduceOp, make_premul_sum
 
 __all__ = [
     "DEFAULT_TIMEOUT", "AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions",
     "BarrierOptions", "BroadcastOptions", "GatherOptions", "Options", "PutOptions", "ReconfigureOptions",
     "ReduceOptions", "ReduceScatterOptions", "ScatterOptions", "SignalOptions", "WaitSignalOptions",
-    "_DistributedBackendOptions", "duration", "flag", "for_torch", "integer", "ranks", "short", "text", "timeout_of",
-    "with_half",
+    "_DistributedBackendOptions", "_make_nccl_premul_sum", "duration", "flag", "for_torch", "integer", "ranks", "short",
+    "text", "timeout_of", "with_half",
 ]  # fmt: skip
 
 NO_TIMEOUT = timedelta(milliseconds=-1)  # "the group's own"
@@ -119,10 +120,6 @@ def _handles(name: str, value: Any) -> Any:
     return set(checked) if isinstance(value, (set, frozenset)) else checked
 
 
-def _timeout_or_none(name: str, value: Any) -> timedelta | None:
-    return None if value is None else timeout_of(name, value)
-
-
 def _redop(name: str, value: Any) -> ReduceOp:
     if not isinstance(value, (ReduceOp, torch_c10d.ReduceOp)):
         raise wrong_type(name, "value", value, "a ReduceOp")
@@ -140,6 +137,15 @@ def _store(name: str, value: Any) -> Any:
     if value is not None and not callable(getattr(value, "compare_set", None)):
         raise wrong_type(name, "value", value, "a Store")
     return value
+
+
+def _make_nccl_premul_sum(factor: Any) -> ReduceOp:
+    """SUM of the inputs, each multiplied first by ``factor``: a number, or a tensor that broadcasts.
+
+    Raises: WrongTypeError."""
+    if not (isinstance(factor, (int, float)) or hasattr(factor, "numel")):
+        raise wrong_type("_make_nccl_premul_sum", "factor", factor, "a number or a tensor")
+    return make_premul_sum(factor)
 
 
 # --- the options --------------------------------------------------------------------------------------------------
@@ -183,7 +189,7 @@ class ReconfigureOptions(Options):
     __slots__ = ()
     uuid = Option(0, integer)
     handles = Option(set(), _handles)
-    timeout = Option(None, _timeout_or_none)
+    timeout = Option(None, partial(optional, timeout_of))
     hints = Option({}, hints)
 
 

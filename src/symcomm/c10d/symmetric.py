@@ -10,15 +10,10 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors, symm_mem
-from symcomm.c10d.group import ProcessGroup
 from symcomm.c10d.stores import Store
 from symcomm.errors import wrong_type
-from symcomm.group.process_group import ProcessGroup as Engine
 from symcomm.store import Store as OwnStore
 from symcomm.symm_mem.handle import SymmetricMemory
-from symcomm.torch_backend.group import TorchGroup
-
-__all__ = ["_DMAConnectivity", "_SymmetricMemory", "_detect_dma_connectivity"]
 
 _theirs: Any = torch_c10d._SymmetricMemory
 _DeviceType: Any = torch._C._autograd.DeviceType
@@ -63,14 +58,14 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
         alloc_id: int | None = None,
     ) -> torch.Tensor:
         """A tensor in memory that peers can map. The same ``alloc_id`` gives the same memory again."""
-        make: Any = symm_mem.empty_strided_p2p if _device("empty_strided_p2p", device) else _theirs.empty_strided_p2p
-        return make(tuple(size), tuple(stride), dtype, device, group_name, alloc_id)
+        memory = symm_mem if _device("empty_strided_p2p", device) else _theirs
+        return memory.empty_strided_p2p(tuple(size), tuple(stride), dtype, device, group_name, alloc_id)
 
     @staticmethod
     def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> Any:
         """Every rank of the group calls it with its tensor. The group's name may be one of ours or of PyTorch's."""
         if _on_cpu("rendezvous", tensor):
-            handle = symm_mem.rendezvous(tensor, _engine_of(group_name))
+            handle = symm_mem.rendezvous(tensor, group_name)
             memory = object.__new__(_SymmetricMemory)
             memory.__dict__.update(handle.__dict__)
             return memory
@@ -78,21 +73,16 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
 
     @staticmethod
     def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
-        if _on_cpu("is_symm_mem_tensor", tensor):
-            return symm_mem.is_symm_mem_tensor(tensor)
-        return _theirs.is_symm_mem_tensor(tensor)
+        return (symm_mem if _on_cpu("is_symm_mem_tensor", tensor) else _theirs).is_symm_mem_tensor(tensor)
 
     @staticmethod
     def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
-        call: Any = symm_mem.memset32 if _on_cpu("memset32", input) else _theirs.memset32
-        return call(input, offset, val, count)
+        return (symm_mem if _on_cpu("memset32", input) else _theirs).memset32(input, offset, val, count)
 
     @staticmethod
     def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-        call: Any = (
-            symm_mem.stream_write_value32 if _on_cpu("stream_write_value32", input) else _theirs.stream_write_value32
-        )
-        return call(input, offset, val)
+        memory = symm_mem if _on_cpu("stream_write_value32", input) else _theirs
+        return memory.stream_write_value32(input, offset, val)
 
     @staticmethod
     def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
@@ -113,31 +103,18 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
 
     @staticmethod
     def get_backend(device: torch.device) -> str | None:
-        return symm_mem.get_backend(device) if _device("get_backend", device) else _theirs.get_backend(device)
+        return (symm_mem if _device("get_backend", device) else _theirs).get_backend(device)
 
     @staticmethod
     def get_mempool_allocator(device: torch.device) -> Any:
-        if _device("get_mempool_allocator", device):
-            return symm_mem.get_mempool_allocator(device)
-        return _theirs.get_mempool_allocator(device)
+        return (symm_mem if _device("get_mempool_allocator", device) else _theirs).get_mempool_allocator(device)
 
     @staticmethod
     def has_multicast_support(device_type: Any, device_idx: int) -> bool:  # type: ignore[override]
         if not isinstance(device_type, _DeviceType):
             raise wrong_type("has_multicast_support", "device_type", device_type, "a DeviceType")
-        if device_type == _DeviceType.CPU:
-            return symm_mem.has_multicast_support(device_type, device_idx)
-        return _theirs.has_multicast_support(device_type, device_idx)
-
-    def get_peer_cft_handle(self, peer: int) -> tuple[int, int]:
-        raise _of_nccl("get_peer_cft_handle")
-
-    def get_multimem_cft_handle(self) -> tuple[int, int]:
-        raise _of_nccl("get_multimem_cft_handle")
-
-
-def _of_nccl(call: str) -> errors.CallerError:
-    return errors.CallerError(f"{call}: such endpoints are NCCL's, for its kernels; get_buffer gives the memory.")
+        memory = symm_mem if device_type == _DeviceType.CPU else _theirs
+        return memory.has_multicast_support(device_type, device_idx)
 
 
 def _on_cpu(call: str, tensor: Any) -> bool:
@@ -151,19 +128,6 @@ def _device(call: str, device: Any) -> bool:
     if not isinstance(device, torch.device):
         raise wrong_type(call, "device", device, "a torch.device", "write torch.device(...)")
     return device.type == "cpu"
-
-
-def _engine_of(group_name: str | None) -> Engine | str | None:
-    """Our engine behind a group that PyTorch knows by this name; else the name, which may be one of ours."""
-    if group_name is None:
-        return None
-    try:
-        group = torch_c10d._resolve_process_group(group_name)
-    except RuntimeError:
-        return group_name
-    if type(group) is ProcessGroup:
-        group = group._get_backend(torch.device("cpu"))
-    return group.core if isinstance(group, TorchGroup) else group_name
 
 
 # --- who can reach whose memory -----------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ import torch._C._distributed_c10d as torch_c10d
 from symcomm import errors
 from symcomm.torch_backend.versions import present
 
-__all__ = ["FUNCTIONS", "GROUPS", "vendors"]
-
 _NCCL = "NVIDIA's NCCL"
 GROUPS = {
     "ProcessGroupNCCL": _NCCL,

@@ -18,8 +18,7 @@ from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import ErrorType
 from symcomm.c10d.options import for_torch
 from symcomm.errors import wrong_type
-
-__all__ = ["_ProcessGroupWrapper"]
+from symcomm.group.interception import flat
 
 _WORDS_BYTES = 512  # of a call's description; longer ones end in a digest of the whole
 
@@ -48,7 +47,9 @@ def describe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     places, names = _COMPARED[name]
     compared = [item for place, item in enumerate(args) if place in places]
     compared += [kwargs[key] for key in sorted(names & kwargs.keys())]
-    shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _tensors(compared)]
+    shapes = [
+        f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in flat(compared) if isinstance(t, torch.Tensor)
+    ]
     return f"{name} of {', '.join(shapes)}" if shapes else name
 
 
@@ -58,16 +59,6 @@ def _fixed_length(words: str) -> bytes:
         digest = f"... ({hashlib.blake2b(text, digest_size=8).hexdigest()})".encode()
         text = text[: _WORDS_BYTES - len(digest)] + digest
     return text.ljust(_WORDS_BYTES, b"\0")
-
-
-def _tensors(args: Any) -> list[Any]:
-    found: list[Any] = []
-    for item in args:
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, (list, tuple)):
-            found += _tensors(item)
-    return found
 
 
 class _ProcessGroupWrapper(Backend):

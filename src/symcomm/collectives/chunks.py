@@ -41,6 +41,11 @@ class Pieces:
         return At(space, rank, 0, stride) if self.listed else At(space, 0, self.starts[rank], stride)
 
 
+def starts_of(sizes: Sizes) -> list[int]:
+    """Where each of these begins when they lie one after the other."""
+    return [0, *accumulate(sizes)][:-1]
+
+
 def copy(dst: At, src: At, nbytes: int) -> list[Simple]:
     """One copy, or none when there is nothing to copy."""
     return [Copy((dst,), src, nbytes)] if nbytes else []

@@ -20,8 +20,6 @@ from torch._inductor.virtualized import V
 from symcomm.collectives.select import DEFAULT
 from symcomm.torch_backend import versions
 
-__all__ = ["leaves_graph", "realize", "whole_view"]
-
 
 def realize(box: Any, source: Any, group_name: str, direct: bool = True) -> str:
     """Have the value made in symmetric memory. "" if it will be, else the reason why not.

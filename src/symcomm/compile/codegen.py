@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["IMPORT", "RUNTIME", "release", "write_for_cpu"]
-
 RUNTIME = "symcomm_runtime"
 IMPORT = f"import symcomm.compile.runtime as {RUNTIME}"
 _BIND = f"empty_strided_p2p = {RUNTIME}.comm_buffer"  # in the place of torch's; other devices' lines go on to that

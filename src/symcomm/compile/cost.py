@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["bucket_bytes", "bucketing_up_to", "collective_us", "has_idle_cores", "kernel_us", "tensor_bytes"]
-
 # A blocking collective of a few bytes, called as graphs call it. calibrate: 5.7, the fastest on a busy machine.
 CALL_US = 6.0
 # What a launch and a wait cost above a blocking call: two changes of thread, a Work and its registration.

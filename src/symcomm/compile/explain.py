@@ -12,8 +12,6 @@ import torch
 from symcomm.compile import report
 from symcomm.compile.install import install
 
-__all__ = ["Explanation", "explain"]
-
 
 @dataclass
 class Explanation:

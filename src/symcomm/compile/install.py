@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["install", "is_installed", "uninstall"]
-
 _lock = threading.Lock()
 _undo: list[Callable[[], None]] = []
 
@@ -153,13 +151,10 @@ def _key() -> str:
 
     if not dist.is_initialized():
         return ""
-    ours = [(group.group_name, group.size()) for group in dist.distributed_c10d._world.pg_map if _is_ours(group)]
+    groups = [group for group in dist.distributed_c10d._world.pg_map if getattr(group, "is_symcomm", False)]
+    ours = [(group.group_name, group.size()) for group in groups]
     idle = [cost.has_idle_cores(size) for _, size in ours]
     chosen = f"{options.current().key()} {cost.bucket_bytes()}"
     if report.is_debugging():  # from a cache there would be nothing to tell
         chosen += os.urandom(8).hex()
     return f"{__version__} {chosen} {sorted(ours)} {idle}" if ours else ""
-
-
-def _is_ours(group: Any) -> bool:
-    return getattr(group, "is_symcomm", False)

@@ -21,9 +21,6 @@ from symcomm.compile import buffers, options, overlap, report
 from symcomm.compile.codegen import IMPORT, RUNTIME
 from symcomm.torch_backend.torch_patches.functional_collectives import our_group_of
 
-__all__ = ["Lowering", "group_of", "name_groups", "note", "wait"]
-__all__ += ["as_torch_does", "in_place", "into", "out_of_place", "then_in_place", "unchanged"]
-
 Lowering = Callable[..., Any]  # (entry, torch's lowering, *what the operator takes)
 
 

@@ -19,8 +19,6 @@ from symcomm import symm_mem
 from symcomm.compile import lowering
 from symcomm.torch_backend import versions
 
-__all__ = ["is_selected", "lower"]
-
 _WHY = "auto_select: one_shot_all_reduce leaves its input as it was"
 
 

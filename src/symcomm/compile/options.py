@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from symcomm import errors
 
-__all__ = ["Options", "configure", "current"]
-
 
 @dataclass(frozen=True)
 class Options:

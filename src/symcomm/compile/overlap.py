@@ -25,8 +25,6 @@ import torch
 
 from symcomm.compile import cost, options
 
-__all__ = ["blocks", "collectives_of", "is_wait", "some_overlap", "waits_of"]
-
 # Operators for which runtime.py has a call that blocks. Messages, and what torch makes of several calls, have none.
 _CAN_BLOCK = {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out"}
 _CAN_BLOCK |= {"all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_"}

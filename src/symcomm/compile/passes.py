@@ -34,8 +34,6 @@ from symcomm.compile.lowering import group_of, name_groups
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.symm_reduce import PIECES_FROM
 
-__all__ = ["settings_for"]
-
 _BUCKETING = ("all_reduces", "all_gathers", "reduce_scatters")
 
 

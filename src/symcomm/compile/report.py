@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Record", "is_debugging", "listening", "note", "placed", "say"]
-
 
 @dataclass
 class Record:

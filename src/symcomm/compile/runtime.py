@@ -34,12 +34,6 @@ from symcomm.torch_backend.profile import is_profiling
 from symcomm.torch_backend.work import late
 from symcomm.types import RedOpType
 
-__all__ = [
-    "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out", "all_reduce_",
-    "all_reduce_coalesced_", "all_to_all_single", "broadcast_", "comm_buffer", "places", "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced",
-]  # fmt: skip
-
 _view: Any = torch._C._dynamo.guards._reinterpret_tensor
 _resolve: Any = _resolve_process_group
 

@@ -9,11 +9,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = [
-    "all_gather", "all_gather_each", "all_to_all", "messages", "reduce_scatter", "reduce_scatter_each", "same",
-    "same_each", "sent", "shard_dim",
-]  # fmt: skip
-
 
 def same(input: Tensor, *_: object) -> Tensor:
     return input.new_empty(input.shape)

@@ -16,8 +16,6 @@ from symcomm.group.buffers import torch_dtypes
 from symcomm.torch_backend import versions
 from symcomm.types import RedOpType
 
-__all__ = ["TABLE", "WAIT", "WAIT_FOR_ALL", "Entry", "find"]
-
 MakePlan = Callable[[int, int, int, int], Plan]  # rank, world, elements of the input, dtype
 
 

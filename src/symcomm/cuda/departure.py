@@ -13,8 +13,6 @@ from symcomm._core import native
 from symcomm.cuda.tensor_views import torch_stream
 from symcomm.group.failure import Status
 
-__all__ = ["Departure"]
-
 
 def _has_passed(event: Any) -> bool:
     """A GPU that is broken does nothing any more, and says so to whoever uses it."""

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from symcomm import errors
 from symcomm.errors import format_ranks
 
-__all__ = ["check_reach", "current", "describe", "need_cuda", "on_its_device"]
-
 Result = TypeVar("Result")
 
 

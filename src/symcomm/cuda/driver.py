@@ -13,8 +13,6 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 
-__all__ = ["Driver", "HANDLE_BYTES", "driver"]
-
 HANDLE_BYTES = 64
 MPS_ENABLED = 133  # numbers of device attributes, as in the driver's API
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED

@@ -10,12 +10,10 @@ from symcomm.collectives.select import signature_count
 from symcomm.cuda.tensor_views import tensor_view, tensor_view_list
 from symcomm.group.facade import Collectives
 from symcomm.group.p2p import ANY_SOURCE
-from symcomm.group.request import Request, Views
+from symcomm.group.request import Request, Views, addresses_of
 from symcomm.group.work import Timeout
 from symcomm.ops import numbers_of
 from symcomm.types import RedOpType
-
-__all__ = ["CudaExecution", "Move", "CudaSignature"]
 
 [_ALL_REDUCE] = numbers_of("all_reduce")
 
@@ -137,13 +135,8 @@ class CudaExecution(Collectives):
 
 
 def _pieces(views: Sequence[Any], counts: Sequence[int], listed: bool | None) -> list[int | None]:
-    """Addresses of a rank's pieces, a list of tensors or one after the other in one; None each where it has none."""
-    if not views:
-        return [None] * len(counts)
-    if listed:
-        return [view.address for view in views]
-    start, item = views[0].address, views[0].dtype.itemsize
-    return [start + sum(counts[:k]) * item for k in range(len(counts))]
+    """As ``addresses_of``; None each where there is no tensor."""
+    return list(addresses_of(views, counts, listed)) or [None] * len(counts)
 
 
 # --- one for each family of collectives --------------------------------------------------------------------------

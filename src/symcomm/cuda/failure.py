@@ -24,8 +24,6 @@ from symcomm.errors import format_ranks, format_seconds
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["CudaFailures", "failures_of"]
-
 LEAVE_S = 2.0  # the longest that a caller's error waits for peers: a kernel of theirs that has begun takes milliseconds
 VERDICT_S = 10.0  # the longest that a caller waits for the watchdog, which looks every 10 ms
 

@@ -22,8 +22,6 @@ from symcomm._core import native
 from symcomm.cuda.driver import driver
 from symcomm.memory.heap import PAGE
 
-__all__ = ["LINE", "FlagWords", "is_behind", "register_with_gpu"]
-
 LINE = 16  # words, so that no two GPUs write to one cache line
 
 _registered: dict[tuple[int, int], tuple[int, Any]] = {}  # (host address, bytes) -> GPU's address, the mapping's owner

@@ -38,7 +38,7 @@ from symcomm.cuda.failure import failures_of
 from symcomm.cuda.flag_words import FlagWords, flag_words_bytes, register_with_gpu
 from symcomm.cuda.kernels import PACK
 from symcomm.cuda.p2p import cuda_messages
-from symcomm.cuda.pool import PoolBuffer, find_block, hold, opened, pool_of
+from symcomm.cuda.pool import PoolBuffer, find_block, hold, opened, opened_pieces, pool_of
 from symcomm.cuda.single_kernel import MOST_RANKS, SingleKernelCollectives, flags_bytes, most_blocks
 from symcomm.cuda.stream_collectives import PreparedAllReduce, StreamBarriers, StreamCollectives
 from symcomm.cuda.tensor_views import TensorView, torch_stream
@@ -52,8 +52,6 @@ from symcomm.group.request import Request
 from symcomm.group.torch_layout import gpu_keys
 from symcomm.group.work import Timeout, to_ns
 from symcomm.types import DType, RedOpType
-
-__all__ = ["CudaGroup", "DeviceGroup", "Limits", "device_group"]
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,7 @@ TIME_SLICED = Limits(one_shot_bytes=128 << 20, direct_bytes=128 << 20)  # a barr
 SINGLE_KERNEL = Limits(one_shot_bytes=1 << 62, direct_reduce_bytes=8 << 20)
 
 
-INFO = struct.Struct(
-    f"<{HANDLE_BYTES}sq{HANDLE_BYTES}sq"
-)  # a tensor's block and place, and those of a new staging area
+INFO = struct.Struct(f"<{HANDLE_BYTES}sq{HANDLE_BYTES}sq")  # a tensor's block and place; a new staging area's
 INFO_BYTES = INFO.size
 NOTHING = bytes(HANDLE_BYTES)  # a handle of zeros: the tensor is not symmetric, or there is no new staging area
 
@@ -151,7 +147,6 @@ class CudaGroup(CudaExecution):
         self._small_half = HALF_BYTES if self.time_sliced else -1
         self._lock = threading.RLock()
         self._stages: list[PoolBuffer] = []
-        self._plans: dict[Any, Any] = {}
         self._last: int | None = None  # the stream of the last operation
         self._queued = 0  # operations whose hosts have not synchronized yet
         self.pending: deque[CudaWork] = deque()
@@ -208,10 +203,7 @@ class CudaGroup(CudaExecution):
         torch.cuda.synchronize(self.device)
         units = torch.cuda.get_device_properties(self.device).multi_processor_count
         everyone = self._all_gather_info({"handle": piece.block.handle.hex(), "offset": piece.offset, "units": units})
-        flags = [
-            piece.address if r == self.rank else self._open(r, bytes.fromhex(c["handle"])) + c["offset"]
-            for r, c in enumerate(everyone)
-        ]
+        flags = opened_pieces(everyone)
         blocks = most_blocks(min(c["units"] for c in everyone), self.size)
         return SingleKernelCollectives(self.rank, self.size, self.device, self.barriers, flags, blocks, piece)
 
@@ -230,17 +222,15 @@ class CudaGroup(CudaExecution):
 
     def _plan(self, signature: CudaSignature, with_infos: bool) -> Any:
         """The hosts' part: arrive with the signature; with memory infos, gather them."""
-        key = (signature, with_infos)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) > 4096:
-                self._plans.clear()
+
+        def make() -> Any:
             s = signature
-            made = Plan(s.collective, self.rank, self.size, s.elements | ON_DEVICE, s.dtype, s.redop, s.root, "arrival")
+            plan = Plan(s.collective, self.rank, self.size, s.elements | ON_DEVICE, s.dtype, s.redop, s.root, "arrival")
             if with_infos and self.size > 1:
-                streamed_all_gather(made, Pieces((INFO_BYTES,) * self.size, False), self.core.plan_limits)
-            plan = self._plans[key] = self.core.load_plan(made)
-        return plan
+                streamed_all_gather(plan, Pieces((INFO_BYTES,) * self.size, False), self.core.plan_limits)
+            return self.core.load_plan(plan)
+
+        return self.core.kept_plan((signature, with_infos), make)
 
     @devices.on_its_device
     def _perform(

@@ -23,8 +23,6 @@ from symcomm.cuda.pool import RawMemory
 from symcomm.cuda.single_kernel_source import SINGLE_KERNEL
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
-__all__ = ["Combine", "combine", "source_of", "single_kernel_source_of"]
-
 THREADS = 256
 SINGLE_KERNEL_THREADS = 512
 OLDEST_FOR_SINGLE_KERNEL = 7  # compute capability, for acquire and release
@@ -346,9 +344,7 @@ def _total(redop: RedOpType, parts: Sequence[Any], kind: Any) -> Any:
         )
     flip = 0
     if redop in (RedOpType.MIN, RedOpType.MAX) and kind is not parts[0].dtype:
-        flip = -(
-            1 << (8 * kind.itemsize - 1)
-        )  # unsigned numbers as signed ones: order is kept with the top bit flipped
+        flip = -(1 << (8 * kind.itemsize - 1))  # unsigned numbers as signed ones: this bit flipped keeps their order
     wide = torch.float32 if kind.is_floating_point and kind.itemsize <= 2 else parts[0].dtype
     terms = [part.to(wide) ^ flip if flip else part.to(wide) for part in parts]
     total = functools.reduce(joins[redop], terms)

@@ -27,14 +27,12 @@ from symcomm.cuda.flag_words import LINE, is_behind, register_with_gpu
 from symcomm.cuda.pool import PoolBuffer, hold, opened, pool_of
 from symcomm.cuda.tensor_views import TensorView, tensor_view, torch_stream
 from symcomm.cuda.watchdog import Outstanding
-from symcomm.cuda.work import POLL_S
+from symcomm.cuda.work import StreamWork
 from symcomm.group.p2p import ANY_SOURCE
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.memory.heap import PAGE
 from symcomm.types import DType
-
-__all__ = ["CudaMessages", "CudaReceive", "CudaSend", "cuda_messages"]
 
 SLOTS = 1024  # messages in flight from one rank
 WORDS = 8  # of 64 bits in an envelope, before the handle
@@ -129,7 +127,7 @@ class CudaMessages:
         native.poke(core.arena.base + self._offset, bytes(nbytes))
         self._flags = _MessageFlags(core.peers[core.rank].base + self._offset, core.size, core.peers[core.rank])
         self._peer_flags: dict[tuple[int, int], _MessageFlags] = {}  # (rank, offset in its arena)
-        self._failures: CudaFailures = failures_of(core, device)
+        self.failures: CudaFailures = failures_of(core, device)
         self._lock = threading.RLock()
         self._sent = [0] * core.size  # messages put out for each rank
         self._in_flight: dict[int, _Sent] = {}  # by slot
@@ -137,7 +135,7 @@ class CudaMessages:
         self._number = 0  # of messages of this rank, to tell a slot's users apart
         self._last_sender: Any = None  # the stream of the last one
         _living.add(self)
-        weakref.finalize(self, _hold_unreceived, self._failures.departure, self._flags, self._in_flight).atexit = False
+        weakref.finalize(self, _hold_unreceived, self.failures.departure, self._flags, self._in_flight).atexit = False
         core.before_leaving.append(self.finish)
 
     # --- sending ----------------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ class CudaMessages:
     def isend(self, tensor: Any, peer: int, tag: int = 0) -> CudaSend:
         import torch
 
-        self._failures.check_usable("isend")
+        self.failures.check_usable("isend")
         if not isinstance(peer, int) or not 0 <= peer < self.size:
             raise errors.bad_argument("isend", "peer", peer, f"a rank of this group, 0 to {self.size - 1}")
         source = tensor_view("isend", "tensor", tensor, self.device)
@@ -169,7 +167,7 @@ class CudaMessages:
             self._in_flight[slot] = _Sent(memory, self._number, peer)
             copied = torch.cuda.Event()
             copied.record(torch_stream(stream, self.device))
-        return CudaSend(self._failures, tensor, copied, self.device)
+        return CudaSend(self.failures, tensor, copied, self.device)
 
     def _in_order_with_others(self, stream: int) -> None:
         """Messages are counted, so the streams they come from follow each other."""
@@ -192,7 +190,7 @@ class CudaMessages:
         while self.core.failure is None and time.monotonic() < end:
             with self._lock:
                 self._forget_taken()
-                if not self._in_flight or self._failures.gone():
+                if not self._in_flight or self.failures.gone():
                     return
             time.sleep(0.001)
 
@@ -225,7 +223,7 @@ class CudaMessages:
     def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> CudaReceive:
         import torch
 
-        self._failures.check_usable("irecv")
+        self.failures.check_usable("irecv")
         target = tensor_view("irecv", "tensor", tensor, self.device, True)
         envelope = torch.zeros(8 * WORDS + HANDLE_BYTES, dtype=torch.uint8)
         return CudaReceive(self, target, tensor, self.core.irecv(envelope, peer, tag), envelope)
@@ -274,7 +272,7 @@ class CudaMessages:
             flags.set_sent(me, count)
 
         what = f"receive from rank {source}"
-        self._failures.watchdog.add(Outstanding(what, missing, release, time.monotonic(), timeout))
+        self.failures.watchdog.add(Outstanding(what, missing, release, time.monotonic(), timeout))
 
     def _flags_of(self, rank: int, offset: int) -> _MessageFlags:
         flags = self._peer_flags.get((rank, offset))
@@ -325,21 +323,19 @@ class CudaSend:
     when_queued = add_done_callback
 
 
-class CudaReceive:
+class CudaReceive(StreamWork):
     """A receive: ``wait()`` waits for the sender's host, then puts the copy into the current stream."""
 
     seconds: float | None = None
 
     def __init__(self, messages: CudaMessages, target: TensorView, tensor: Any, message: Any, envelope: Any):
+        super().__init__(messages.failures)
         self._messages = messages
         self._target = target
         self._tensor = tensor
         self._message = message
         self._envelope = envelope
         self._queued = False  # in a stream, or it failed before
-        self._taken: Any = None  # the event that follows it there
-        self._is_valid = False
-        self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     def wait(self, timeout: Timeout = None) -> bool:
@@ -350,53 +346,27 @@ class CudaReceive:
                 self._queued = True
                 seconds = self._messages.core.timeout if not timeout else to_ns("wait", timeout) / 1e9
                 try:
-                    self._taken = self._messages._take(self._envelope, self._message.source, self._target, seconds)
-                    self._messages._failures.add(self)
+                    self._event = self._messages._take(self._envelope, self._message.source, self._target, seconds)
+                    self._failures.add(self)
                 except BaseException as error:
                     self._error = error
-        if self._error is not None:
-            raise self._error
+        self._raise()
         if not self._is_valid:
-            self._messages._failures.raise_if_failed()
+            self._failures.raise_if_failed()
         return True
 
-    def is_queued(self) -> bool:
-        """Whether it is in a stream."""
-        return self._taken is not None
-
-    def has_passed(self) -> bool:
-        """Whether the GPU is done with it."""
-        return self._taken is not None and self._taken.query()
-
-    def succeed(self) -> None:
-        """Nobody had failed when it had passed."""
-        self._is_valid = True
-
-    def fail(self, error: BaseException) -> None:
-        """The group failed, and this was not known to be right."""
-        if self._error is None and not self._is_valid:
-            self._error = error
+    def _await_queued(self) -> None:
+        try:
+            self.wait()
+        except BaseException as error:
+            self._error = self._error or error
 
     def is_completed(self) -> bool:
         if not self._queued and self._message.is_completed():
-            try:
-                self.wait()
-            except BaseException as error:
-                self._error = self._error or error
+            self._await_queued()
         if self._error is None and not self._is_valid and self.has_passed():
-            found = self._messages._failures.found()
-            if found is None:
-                self.succeed()
-            else:
-                self.fail(found)
+            self._check_outcome()
         return self._is_valid or self._error is not None
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        self.is_completed()
-        return self._error
 
     def result(self) -> list[Any]:
         self.wait()
@@ -407,25 +377,6 @@ class CudaReceive:
         """The rank that the message came from."""
         return self._message.source
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """``callback()`` runs once the message is there, or has failed."""
-        self._attend(callback, self.is_completed)
-
     def when_queued(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs once the copy is in a stream, or has failed."""
-        self._attend(callback, lambda: self._queued or self._error is not None)
-
-    def _attend(self, callback: Callable[[], None], is_over: Callable[[], bool]) -> None:
-        def attend() -> None:
-            try:
-                self.wait()
-            except BaseException as error:
-                self._error = self._error or error
-            while not is_over():
-                time.sleep(POLL_S)
-            callback()
-
-        if is_over():
-            callback()
-        else:
-            threading.Thread(target=attend, name="symcomm-gpu-future", daemon=True).start()
+        self._when(lambda: self._queued or self._error is not None, callback)

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm.cuda.driver import driver
@@ -22,8 +22,6 @@ from symcomm.memory.heap import Heap
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Block", "PoolBuffer", "Pool", "hold", "opened", "pool_of"]
 
 BLOCK_BYTES = 32 << 20  # of blocks that small pieces share
 ALIGN = 512  # bytes: as torch's own allocations
@@ -218,3 +216,8 @@ def opened(handle: bytes, owner: str) -> int:
         if handle not in _opened:
             _opened[handle] = driver().open(handle, owner)
         return _opened[handle]
+
+
+def opened_pieces(infos: Sequence[dict[str, Any]], handle: str = "handle", offset: str = "offset") -> list[int]:
+    """Where every rank's piece is mapped here; ``infos``: what the ranks told each other of their pieces."""
+    return [opened(bytes.fromhex(info[handle]), f"rank {rank}") + info[offset] for rank, info in enumerate(infos)]

@@ -22,8 +22,6 @@ from symcomm.cuda import kernels
 from symcomm.cuda.stream_collectives import PreparedAllReduce, StreamBarriers, StreamCollectives
 from symcomm.types import DType, RedOpType
 
-__all__ = ["FLAG_BYTES", "MOST_RANKS", "SingleKernelCollectives", "flags_bytes", "most_blocks"]
-
 MOST_RANKS = 64
 MOST_BLOCKS = 64  # of 512 threads: 4 MiB take 12 us, with half as many 14
 FLAG_BYTES = 8

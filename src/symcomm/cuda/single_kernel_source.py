@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SINGLE_KERNEL"]
-
 # A whole all_reduce; single_kernel.py tells how. Flags are 64 bits, so that they never come round.
 SINGLE_KERNEL = """
 typedef unsigned long long u64;

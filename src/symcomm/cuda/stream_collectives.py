@@ -20,8 +20,6 @@ from symcomm.cuda.pool import PoolBuffer, pool_of
 from symcomm.cuda.tensor_views import torch_stream
 from symcomm.types import DType, RedOpType
 
-__all__ = ["PreparedAllReduce", "StreamBarriers", "StreamCollectives", "after_arrival", "shard_of"]
-
 GATE_BYTES = 8
 
 # (group, plan, timeout_ns, site, stream, address) -> status: the hosts meet, and the operation goes into the stream.

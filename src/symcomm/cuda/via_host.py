@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from symcomm.cuda.stream_collectives import PreparedAllReduce, StreamBarriers, StreamCollectives, after_arrival
 from symcomm.types import DType, RedOpType
 
-__all__ = ["HALF_BYTES", "STAGE_BYTES", "ViaHostCollectives"]
-
 HALF_BYTES = 256 << 10  # the largest operation that goes this way: it takes 136 us then, and kernels 157
 STAGE_BYTES = 3 * HALF_BYTES  # of each rank: two halves that peers read, and what this rank has combined
 

@@ -17,8 +17,6 @@ from typing import Any, Protocol
 from symcomm import errors
 from symcomm.cuda.driver import driver
 
-__all__ = ["FailureHandler", "CollectiveSequence", "Outstanding", "Watchdog"]
-
 POLL_S = 0.01
 IDLE_S = 1.0  # without anything outstanding the thread ends
 
@@ -44,9 +42,7 @@ class CollectiveSequence:
         self._flag_words = flag_words
         self._barriers = barriers
         self._seen: list[int] = []
-        self.last_in_place = (
-            0  # the barrier that ends the last operation in which peers used this rank's tensors in place
-        )
+        self.last_in_place = 0  # the barrier that ends the last operation on this rank's tensors in place
         self.what = ""
         self.timeout = 0.0
         self.begun = 0.0

@@ -4,23 +4,87 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.group.work import to_ns
-
-__all__ = ["CudaWork"]
+from symcomm.cuda.failure import CudaFailures
+from symcomm.group.work import Outcome, to_ns
 
 POLL_S = 0.0005
 
 
-class CudaWork:
+class StreamWork(Outcome):
+    """What goes into a stream. Peers' memory may be overwritten once one of them has failed. So a work is valid if the
+    GPU was done with it and nobody had failed when that was checked afterwards."""
+
+    _event: Any = None  # comes behind all of it in the stream
+    _error: BaseException | None = None
+    _is_valid = False
+
+    def __init__(self, failures: CudaFailures):
+        self._failures = failures
+
+    def is_queued(self) -> bool:
+        """Whether it is in a stream."""
+        return self._event is not None
+
+    def has_passed(self) -> bool:
+        """Whether the GPU is done with it."""
+        return self._event is not None and self._event.query()
+
+    def succeed(self) -> None:
+        """Nobody had failed when it had passed."""
+        self._is_valid = True
+
+    def fail(self, error: BaseException) -> None:
+        """The group failed: what was not known to be right by then has no result."""
+        if self._error is None and not self._is_valid:
+            self._error = error
+
+    def _check_outcome(self) -> None:
+        """Called once it has passed."""
+        if not self._is_valid and self._error is None:
+            error = self._failures.found()
+            if error is None:
+                self.succeed()
+            else:
+                self.fail(error)
+
+    def _raise(self) -> None:
+        error = self._error
+        if error is not None:
+            raise error
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """``callback()`` runs in a thread of ours once the GPU has done it, or it has failed."""
+        self._when(self.is_completed, callback)
+
+    def _when(self, is_over: Callable[[], bool], callback: Callable[[], None]) -> None:
+        def attend() -> None:
+            self._await_queued()
+            while not is_over():
+                time.sleep(POLL_S)
+            callback()
+
+        if is_over():
+            callback()
+        else:
+            threading.Thread(target=attend, name="symcomm-gpu-future", daemon=True).start()
+
+    @abstractmethod
+    def _await_queued(self) -> None:
+        """Return once it is in a stream, or has failed."""
+
+
+class CudaWork(StreamWork):
     """What ``async_op=True`` returns. ``wait()`` makes the current stream wait for the result, not the host."""
 
     def __init__(self, group: Any, call: str, result: Sequence[Any], keep: Any):
+        super().__init__(group.failures)
         self._group = group
         self._call = call
         self.results = list(result)
@@ -28,10 +92,7 @@ class CudaWork:
         self._started = time.monotonic()
         self.seconds: float | None = None
         self.request: Any = None
-        self._event: Any = None  # recorded once everything is in the stream
         self._stream: Any = None
-        self._error: BaseException | None = None
-        self._is_valid = False
         self._lock = threading.Lock()
         self._queued = threading.Event()  # everything is in the stream, or it failed
         self.callbacks: list[Callable[[], None]] = []
@@ -62,39 +123,8 @@ class CudaWork:
             native.request_wait(self.request, 0 if seconds is None else max(1, int(seconds * 1e9)))
         return self._queued.wait(seconds)
 
-    # Peers' memory may be overwritten once one of them has failed. So a work is valid if the GPU was done with it and
-    # nobody had failed when that was checked afterwards.
-
-    def is_queued(self) -> bool:
-        """Whether it is in a stream."""
-        return self._event is not None
-
-    def has_passed(self) -> bool:
-        """Whether the GPU is done with it."""
-        return self._event is not None and self._event.query()
-
-    def succeed(self) -> None:
-        """Nobody had failed when it had passed."""
-        self._is_valid = True
-
-    def fail(self, error: BaseException) -> None:
-        """The group failed: what was not known to be right by then has no result."""
-        if self._error is None and not self._is_valid:
-            self._error = error
-
-    def _check_outcome(self) -> None:
-        """Called once it has passed."""
-        if not self._is_valid and self._error is None:
-            error = self._group.failures.found()
-            if error is None:
-                self.succeed()
-            else:
-                self.fail(error)
-
-    def _raise(self) -> None:
-        error = self._error
-        if error is not None:
-            raise error
+    def _await_queued(self) -> None:
+        self.await_queued(None)
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """The current stream waits for the result. With a ``timeout`` the host does, and raises when that passes."""
@@ -106,7 +136,7 @@ class CudaWork:
             raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
         self._raise()
         if not self._is_valid:
-            self._group.failures.raise_if_failed()
+            self._failures.raise_if_failed()
         if end is not None:
             while not self._event.query():
                 if time.monotonic() > end:
@@ -129,13 +159,6 @@ class CudaWork:
             return True
         return False
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        self.is_completed()
-        return self._error
-
     def synchronize(self) -> None:
         """The host waits until the result is there."""
         self.wait()
@@ -146,20 +169,6 @@ class CudaWork:
     def result(self) -> list[Any]:
         self.wait()
         return list(self.results)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """``callback()`` runs in a thread of ours once the GPU has done it."""
-
-        def attend() -> None:
-            self.await_queued(None)
-            while not self.is_completed():
-                time.sleep(POLL_S)
-            callback()
-
-        if self.is_completed():
-            callback()
-        else:
-            threading.Thread(target=attend, name="symcomm-gpu-future", daemon=True).start()
 
     def get_future(self) -> Any:
         """A future of the output tensors, in the order of streams: whoever waits for it has their stream wait."""

@@ -10,8 +10,6 @@ from symcomm import errors
 from symcomm.ddp.bucket import GradBucket
 from symcomm.torch_backend import values
 
-__all__ = ["bucket_of", "check_buckets", "group_of", "names_of", "outputs_of", "reducer_of"]
-
 
 def group_of(call: str, process_group: Any) -> Any:
     """A group, or a backend: both have these calls."""

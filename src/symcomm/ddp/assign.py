@@ -12,8 +12,6 @@ from typing import Any
 from symcomm import errors
 from symcomm.torch_backend import values
 
-__all__ = ["compute_bucket_assignment_by_size"]
-
 NO_LIMIT = 0  # what a bucket of a sparse gradient reports: it holds that one gradient, whatever its size
 
 

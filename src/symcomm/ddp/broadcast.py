@@ -14,8 +14,6 @@ from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.timeline import not_compiled
 from symcomm.torch_backend import values
 
-__all__ = ["broadcast_coalesced"]
-
 IN_FLIGHT = 2  # packs on their way at a time: one is copied while the other travels, and memory stays bounded
 
 

@@ -12,8 +12,6 @@ import torch
 
 from symcomm.torch_backend import values
 
-__all__ = ["Bucket", "GradBucket", "allocate", "is_alias"]
-
 
 def allocate(process_group: Any, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat buffer, from the group's own memory where it offers some."""

@@ -14,12 +14,7 @@ from symcomm import errors
 from symcomm.ddp.arguments import reducer_of
 from symcomm.ddp.bucket import GradBucket
 from symcomm.errors import wrong_type
-from symcomm.torch_backend.kinds import Numbered
-
-__all__ = [
-    "AllReduceHook", "BuiltinCommHookType", "CommHook", "Fp16CompressHook", "PythonHook", "register_builtin_comm_hook",
-    "register_comm_hook",
-]  # fmt: skip
+from symcomm.types import Numbered
 
 
 class BuiltinCommHookType(Numbered):
@@ -64,13 +59,8 @@ class AllReduceHook(CommHook):
         return self.process_group.allreduce([buffer]).get_future()
 
 
-class Fp16CompressHook(CommHook):
+class Fp16CompressHook(AllReduceHook):
     """The average over all ranks, sent as 16-bit floats."""
-
-    callbacks_only_compute = True
-
-    def __init__(self, process_group: Any):
-        self.process_group = process_group
 
     def run_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         buffer = bucket.buffer()

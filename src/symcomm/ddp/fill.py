@@ -7,7 +7,7 @@ bucket, so that values are the same bit for bit and no pass is spent on the divi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from symcomm import errors
 from symcomm.ddp.bucket import Bucket, is_alias
 from symcomm.ddp.comm_hook import CommHook
 from symcomm.ddp.timeline import now
-
-__all__ = ["Filler"]
 
 
 def _divide(tensor: Any, divisor: int) -> None:
@@ -41,15 +39,9 @@ class Filler:
     _names: dict[int, str]
     _optimizer_in_backward: bool
     _sparse_metadata: Mapping[str, Any] | None
-
-    def _fault(self, error: Exception) -> Exception:
-        return error
-
-    def _name(self, index: int) -> str:
-        return str(index)
-
-    def _is_unused_everywhere(self, index: int) -> bool:
-        return False
+    _fault: Callable[[Exception | str], Exception]
+    _name: Callable[[int], str]
+    _is_unused_everywhere: Callable[[int], bool]
 
     # --- in ---------------------------------------------------------------------------------------------------
 
@@ -114,10 +106,8 @@ class Filler:
         if grad is None or grad.layout is not torch.sparse_coo:
             got = "none" if grad is None else f"a {grad.layout} one"
             raise self._fault(
-                errors.CallerError(
-                    f"Expected sparse gradient to be defined for {self._name(index)}, got {got}; make the module that "
-                    "holds it with sparse=False, or use it in every iteration."
-                )
+                f"Expected sparse gradient to be defined for {self._name(index)}, got {got}; make the module that "
+                "holds it with sparse=False, or use it in every iteration."
             )
         with torch.no_grad():
             if self._sparse_metadata is not None:
@@ -141,10 +131,8 @@ class Filler:
 
     def _wrong_gradient(self, index: int, grad: Any, view: Any) -> Exception:
         return self._fault(
-            errors.CallerError(
-                f"The gradient of {self._name(index)} is {list(grad.shape)} of {grad.dtype}, its bucket expects "
-                f"{list(view.shape)} of {view.dtype}; convert the model before wrapping it, not after."
-            )
+            f"The gradient of {self._name(index)} is {list(grad.shape)} of {grad.dtype}, its bucket expects "
+            f"{list(view.shape)} of {view.dtype}; convert the model before wrapping it, not after."
         )
 
     # --- out --------------------------------------------------------------------------------------------------
@@ -165,10 +153,8 @@ class Filler:
             return
         if result.numel() != bucket.buffer.numel():
             raise self._fault(
-                errors.CallerError(
-                    f"The communication hook returned {result.numel()} elements for a bucket of "
-                    f"{bucket.buffer.numel()}; it must return a tensor of the bucket's size."
-                )
+                f"The communication hook returned {result.numel()} elements for a bucket of "
+                f"{bucket.buffer.numel()}; it must return a tensor of the bucket's size."
             )
         if self.gradient_as_bucket_view:
             self._point_at(bucket, result)

@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 from symcomm.group.chains import Chain, current_chain
 
-__all__ = ["HookOrder"]
-
 
 class HookOrder:
     """The hooks of one reducer. Its methods are called under the reducer's lock, but for ``_let_hooks_go_first``."""

@@ -12,8 +12,6 @@ from symcomm.ddp.arguments import reducer_of
 from symcomm.ddp.timeline import not_compiled
 from symcomm.torch_backend import values
 
-__all__ = ["DDPLoggingData", "Logger"]
-
 # As PyTorch spells them here.
 _DTYPE_NAMES = {
     torch.float32: "float",

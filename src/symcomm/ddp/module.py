@@ -24,8 +24,6 @@ from symcomm.ddp.verify import verify_params
 from symcomm.errors import bad_argument
 from symcomm.torch_backend.versions import arguments_unknown_to
 
-__all__ = ["DistributedDataParallel"]
-
 _SIGNATURE = inspect.signature(TorchDDP.__init__)
 # Arguments that this version of PyTorch does not know; ours works without its help.
 _NEWER = arguments_unknown_to(

@@ -34,8 +34,6 @@ from symcomm.ddp.timeline import ALWAYS_SAMPLED, Clock, IterationTimes, measure,
 from symcomm.ddp.unused import marked_twice, search_unused, unfinished
 from symcomm.torch_backend import values
 
-__all__ = ["Reducer"]
-
 log = logging.getLogger(__name__)
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early
 BUCKET_BYTES = 25 << 20
@@ -297,11 +295,9 @@ class Reducer(Filler):
         """Static graph: whether this gradient will not come again in this backward pass."""
         if self._hooks_left[index] == 0:
             raise self._fault(
-                errors.CallerError(
-                    f"Your training graph has changed in this iteration: a gradient came for {self._name(index)}, "
-                    "which went unused in the first iteration (or came fewer times), which is not compatible with "
-                    "static_graph set to True; leave that out and pass find_unused_parameters=True."
-                )
+                f"Your training graph has changed in this iteration: a gradient came for {self._name(index)}, "
+                "which went unused in the first iteration (or came fewer times), which is not compatible with "
+                "static_graph set to True; leave that out and pass find_unused_parameters=True."
             )
         self._hooks_left[index] -= 1
         return self._hooks_left[index] == 0
@@ -322,7 +318,7 @@ class Reducer(Filler):
         """Reduce the next buckets, as far as they are full."""
         while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
             bucket = self.buckets[self._next]
-            if not self._may_skip(bucket):
+            if not (self._skips_unused and all(index in self.unused for index in bucket.indices)):
                 self._launch(bucket)
             self._next += 1
         if self._next == len(self.buckets):
@@ -330,9 +326,6 @@ class Reducer(Filler):
                 self._order.call(self.process_group, self._reduce_used)
             if not self._finalized_by_caller:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-
-    def _may_skip(self, bucket: Bucket) -> bool:
-        return self._skips_unused and all(index in self.unused for index in bucket.indices)
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launched = now()
@@ -403,9 +396,7 @@ class Reducer(Filler):
         """With ``required`` the end of a backward pass waits for nothing: ``_finalize_backward_manual`` does."""
         if self._expecting or self._in_backward:
             raise self._fault(
-                errors.CallerError(
-                    "_set_manual_finalization_required: a backward pass is under way; set it before the forward pass."
-                )
+                "_set_manual_finalization_required: a backward pass is under way; set it before the forward pass."
             )
         self._finalized_by_caller = bool(required)
 
@@ -417,11 +408,11 @@ class Reducer(Filler):
         """Wait for every bucket and hand gradients back; all of them must be under way."""
         call = "_finalize_backward_manual"
         if not self._finalized_by_caller:
-            raise self._fault(errors.CallerError(f"{call}: call _set_manual_finalization_required(True) first."))
+            raise self._fault(f"{call}: call _set_manual_finalization_required(True) first.")
         if not self._unfinished or self._next < len(self.buckets):
             left = len(self.buckets) - self._next if self._unfinished else 0
             why = f"{left} buckets still wait for gradients" if left else "no gradients are being reduced"
-            raise self._fault(errors.CallerError(f"{call}: {why}; call it once after each backward pass."))
+            raise self._fault(f"{call}: {why}; call it once after each backward pass.")
         self._backward_ended()
 
     def _finalize(self) -> None:
@@ -459,7 +450,10 @@ class Reducer(Filler):
     def _name(self, index: int) -> str:
         return self._names.get(index, f"parameter {index}").lstrip(".")
 
-    def _fault(self, error: Exception) -> Exception:
+    def _fault(self, error: Exception | str) -> Exception:
+        """The exception to raise, once the logger has it. A text is about a mistake of the caller's."""
+        if isinstance(error, str):
+            error = errors.CallerError(error)
         if (logger := self._logger()) is not None:
             logger.set_error_and_log(str(error))
         return error
@@ -483,7 +477,7 @@ class Reducer(Filler):
 
     def set_hook(self, hook: CommHook, words: str) -> None:
         if self._hook is not None:
-            raise self._fault(errors.CallerError(f"{words} can only be called once."))
+            raise self._fault(f"{words} can only be called once.")
         self._hook = hook
 
     def _grad_bucket(self, index: int, buffer: Any) -> GradBucket:
@@ -514,7 +508,7 @@ class Reducer(Filler):
 
     def _set_static_graph(self) -> None:
         if self.iterations:
-            raise self._fault(errors.CallerError("_set_static_graph() should be called before training loop starts."))
+            raise self._fault("_set_static_graph() should be called before training loop starts.")
         self.static_graph = True
 
     def _ddp_graph_static(self) -> bool:

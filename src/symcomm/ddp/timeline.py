@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["BucketTimes", "Clock", "IterationTimes", "measure", "not_compiled", "now"]
-
 ALWAYS_SAMPLED = 10  # the first iterations are timed, each
 now = time.time_ns
 not_compiled: Any = torch._disable_dynamo  # what talks to other ranks is no part of a compiled model

@@ -11,8 +11,6 @@ import torch
 
 from symcomm import errors
 
-__all__ = ["marked_twice", "search_unused", "unfinished"]
-
 REPORT_SECONDS = 1.0  # how long an error waits for the other ranks' side of the story
 
 

@@ -11,8 +11,6 @@ from symcomm import errors
 from symcomm.ddp.arguments import group_of
 from symcomm.torch_backend import values
 
-__all__ = ["verify_params", "verify_params_across_processes"]
-
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 
 

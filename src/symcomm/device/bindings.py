@@ -9,10 +9,6 @@ import torch
 
 from symcomm.device import coalesce, copies
 
-__all__ = [
-    "_broadcast", "_broadcast_coalesced", "_broadcast_out", "_gather", "_gather_out", "_scatter", "_scatter_out",
-]  # fmt: skip
-
 
 def _broadcast(tensor: torch.Tensor, devices: Sequence[Any]) -> list[torch.Tensor]:
     return list(copies.broadcast(tensor, devices))

@@ -1,11 +1,12 @@
 """Process groups.
 
-process_group.py  ProcessGroup: how it is built, ends, splits and shrinks
+process_group.py  ProcessGroup: its state, how it ends, splits, shrinks and grows
+local.py          LocalGroup: one whose ranks share memory
 factory.py        make_group(): one of these, or one across hosts (symcomm.hierarchical)
-calls.py          its collectives
-arguments.py      their arguments, checked
-p2p.py            its point-to-point calls
-more_calls.py     coalesced forms and the monitored barrier
+facade.py         the collectives of every kind of group
+request.py        their arguments, checked
+p2p.py            point-to-point calls
+object_calls.py, monitored_barrier.py, custom_plans.py  further calls
 buffers.py        any tensor -> address, count, dtype
 work.py           operations that run while the caller goes on
 chains.py         a call together with the callbacks of its works
@@ -15,6 +16,7 @@ grow.py           how newcomers join
 reconfigure.py    ReconfigurableGroup: members named anew each time; handles.py has their names
 registry.py       groups by name
 hooks.py          events for observers
+call_hooks.py     hooks around calls, by interception.py; hook_classes.py has some that are ready to use
 failure.py        failures, described the same on every rank
 standoff.py       detects two ranks that wait for each other
 default.py        init(), the default group and the functions on it

@@ -9,14 +9,12 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.torch_layout import tensor_layout
 from symcomm.types import DType
-
-__all__ = ["Buffer", "arrived", "read_buffer", "read_list", "write_buffer", "write_list"]
 
 _NUMPY = {
     "|u1": DType.UINT8, "|i1": DType.INT8, "<u2": DType.UINT16, "<i2": DType.INT16, "<u4": DType.UINT32,
@@ -93,6 +91,9 @@ class Buffer:
             _assign(self.target, self.owner)
 
 
+View = TypeVar("View", bound=Buffer)
+
+
 def _assign(target: Any, source: Any) -> None:
     if hasattr(target, "copy_"):
         torch = sys.modules["torch"]
@@ -129,18 +130,23 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
         raise errors.bad_argument(
             call, name, f"a {tensor.layout} tensor", "dense", "use .to_dense(), or gloo for sparse sums"
         )
+    return dense_view(Buffer, call, name, _with_memory(call, name, tensor.detach(), write), write)
+
+
+def dense_view(kind: type[View], call: str, name: str, tensor: Any, write: bool) -> View:
+    """A dense tensor of torch's, or a copy where it is not contiguous."""
     dtype = torch_dtypes().get(tensor.dtype)
     if dtype is None:
         raise errors.bad_argument(call, name, tensor.dtype, "a number, bool or complex dtype", "convert it first")
-    tensor = _with_memory(call, name, tensor.detach(), write)
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return Buffer(tensor.data_ptr(), tensor.numel(), dtype, tensor)
+        return kind(tensor.data_ptr(), tensor.numel(), dtype, tensor)
+    tensor = tensor.detach()
     if write and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
         raise errors.bad_argument(
             call, name, "an expanded tensor", "a tensor whose elements do not share memory", "pass a .clone()"
         )
     copy = tensor.resolve_conj().resolve_neg().contiguous()
-    return Buffer(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None, tensor)
+    return kind(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None, tensor)
 
 
 def _with_memory(call: str, name: str, tensor: Any, write: bool) -> Any:
@@ -206,7 +212,7 @@ def write_buffer(call: str, name: str, tensor: Any) -> Buffer:
     return _view(call, name, tensor, write=True)
 
 
-def _as_list(call: str, name: str, tensors: Any, length: int) -> Sequence[Any]:
+def as_list(call: str, name: str, tensors: Any, length: int) -> Sequence[Any]:
     if _is_torch(tensors) or not isinstance(tensors, (list, tuple)):
         raise errors.bad_argument(call, name, type(tensors).__name__, f"a list of {length} tensors, one per rank")
     if len(tensors) != length:
@@ -215,8 +221,8 @@ def _as_list(call: str, name: str, tensors: Any, length: int) -> Sequence[Any]:
 
 
 def read_list(call: str, name: str, tensors: Any, length: int) -> list[Buffer]:
-    return [read_buffer(call, f"{name}[{i}]", t) for i, t in enumerate(_as_list(call, name, tensors, length))]
+    return [read_buffer(call, f"{name}[{i}]", t) for i, t in enumerate(as_list(call, name, tensors, length))]
 
 
 def write_list(call: str, name: str, tensors: Any, length: int) -> list[Buffer]:
-    return [write_buffer(call, f"{name}[{i}]", t) for i, t in enumerate(_as_list(call, name, tensors, length))]
+    return [write_buffer(call, f"{name}[{i}]", t) for i, t in enumerate(as_list(call, name, tensors, length))]

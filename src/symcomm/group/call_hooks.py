@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from symcomm.group.interception import Call, CallSpec, Interception
 from symcomm.group.p2p import Message
 from symcomm.ops import OPS
 
-__all__ = ["GROUP_CALLS", "CallHooks", "HookCalls", "HookOpName", "PostHookArgs", "PreHookArgs"]
+__all__ = ["GROUP_CALLS", "CallHooks", "HookCalls", "HookMethods", "HookOpName", "PostHookArgs", "PreHookArgs"]
 
 
 @dataclass
@@ -177,12 +178,42 @@ class _GroupCalls:
 GROUP_CALLS = _GroupCalls()
 
 
-class HookCalls:
+class HookMethods:
+    """Mixed into every kind of group: how hooks are registered with ``call_hooks``."""
+
+    supports_abort_hooks: Any = True  # or a property
+    supports_completion_hooks: Any = True
+
+    @property
+    @abstractmethod
+    def call_hooks(self) -> CallHooks: ...
+
+    def register_pre_hook(self, hook_id: int, hook: PreHook) -> None:
+        """``hook(PreHookArgs)`` runs before every call. What it raises, the call raises, and nothing is sent."""
+        self.call_hooks.register("pre", hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        self.call_hooks.unregister("pre", hook_id)
+
+    def register_post_hook(self, hook_id: int, hook: PostHook) -> None:
+        """``hook(PostHookArgs)`` runs after every call, before it returns."""
+        self.call_hooks.register("post", hook_id, hook)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        self.call_hooks.unregister("post", hook_id)
+
+    def register_abort_hook(self, hook_id: int, hook: AbortHook) -> None:
+        """``hook()`` runs once, when this rank aborts the group or learns that it has failed."""
+        self.call_hooks.register("abort", hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        self.call_hooks.unregister("abort", hook_id)
+
+
+class HookCalls(HookMethods):
     """Mixed into ProcessGroup. Costs nothing until somebody registers a hook."""
 
     name: str
-    supports_abort_hooks = True
-    supports_completion_hooks = True
 
     @property
     def interception(self) -> Interception:
@@ -210,24 +241,3 @@ class HookCalls:
         hooks: CallHooks | None = vars(self).get("_call_hooks")
         if hooks is not None:
             hooks.run_abort_hooks()
-
-    def register_pre_hook(self, hook_id: int, hook: PreHook) -> None:
-        """``hook(PreHookArgs)`` runs before every call. What it raises, the call raises, and nothing is sent."""
-        self.call_hooks.register("pre", hook_id, hook)
-
-    def unregister_pre_hook(self, hook_id: int) -> None:
-        self.call_hooks.unregister("pre", hook_id)
-
-    def register_post_hook(self, hook_id: int, hook: PostHook) -> None:
-        """``hook(PostHookArgs)`` runs after every call, before it returns."""
-        self.call_hooks.register("post", hook_id, hook)
-
-    def unregister_post_hook(self, hook_id: int) -> None:
-        self.call_hooks.unregister("post", hook_id)
-
-    def register_abort_hook(self, hook_id: int, hook: AbortHook) -> None:
-        """``hook()`` runs once, when this rank aborts the group or learns that it has failed."""
-        self.call_hooks.register("abort", hook_id, hook)
-
-    def unregister_abort_hook(self, hook_id: int) -> None:
-        self.call_hooks.unregister("abort", hook_id)

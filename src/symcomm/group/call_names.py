@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Any
-
-__all__ = ["HookOpName"]
+from symcomm.types import Numbered
 
 
-class HookOpName(enum.Enum):
-    """Members equal those of PyTorch with the same name, where it has them (write ours on the left)."""
+class HookOpName(Numbered):
+    """The kinds of calls."""
 
     SEND = 0
     RECV = 1
@@ -32,24 +29,3 @@ class HookOpName(enum.Enum):
     REDUCE_SCATTER_TENSOR_COALESCED = 18
     ALLTOALL_BASE = 19
     UNKNOWN = 20
-
-    @classmethod
-    def _missing_(cls, value: object) -> Any:
-        if not isinstance(value, int):
-            raise TypeError(f"HookOpName: value must be a number of HookOpName, got {value!r}.")
-        return None
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is HookOpName:
-            return self is other
-        theirs = type(other)
-        is_torchs = theirs.__name__ == "HookOpName" and theirs.__module__.startswith("torch.")
-        return is_torchs and self.value == getattr(other, "value", None)
-
-    def __hash__(self) -> int:
-        return self.value
-
-    def __int__(self) -> int:
-        return self.value
-
-    __index__ = __int__

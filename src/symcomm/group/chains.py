@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Chain", "Continuation", "continued", "current_chain"]
-
 _thread = threading.local()
 
 

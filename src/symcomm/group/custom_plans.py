@@ -16,8 +16,6 @@ from symcomm.collectives.select import custom_count
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.types import DType, RedOpType
 
-__all__ = ["CustomCall"]
-
 Reach = dict[tuple[Space, int], int]  # how many bytes of the caller's tensors, and of peers', a plan uses
 
 

@@ -11,8 +11,6 @@ from symcomm.group.call_hooks import HookCalls
 from symcomm.group.interception import Call
 from symcomm.group.work import to_ns
 
-__all__ = ["EphemeralTimeouts"]
-
 
 class EphemeralTimeouts(HookCalls):
     """Mixed into ProcessGroup."""

@@ -17,10 +17,8 @@ from symcomm.group import request
 from symcomm.group.buffers import Buffer, read_buffer, read_list, write_buffer, write_list
 from symcomm.group.request import Request, Views, or_none, rooted
 from symcomm.group.work import Timeout
-from symcomm.ops import BY_NAME, numbers_of
+from symcomm.ops import numbers_of
 from symcomm.types import DType, RedOpType
-
-__all__ = ["HOST_VIEWS", "Collectives"]
 
 HOST_VIEWS = Views(read_buffer, write_buffer, read_list, write_list)
 SUM = RedOpType.SUM
@@ -265,7 +263,7 @@ class Collectives:
         sizes = sizes or (len(mine),) * self.size
         everyone = array.array(mine.typecode, bytes(mine.itemsize * sum(sizes)))
         source, out = (Buffer(a.buffer_info()[0], len(a), dtype, a) for a in (mine, everyone))
-        asked = Request(BY_NAME["all_gather_single"], [source], [out], [], sizes, dtype, call=call)
+        asked = Request("all_gather_single", [source], [out], [], sizes, dtype, call=call)
         self.execute(asked, False, timeout)
         return everyone
 

@@ -15,8 +15,6 @@ from symcomm.group.local import LocalGroup
 from symcomm.group.work import Timeout
 from symcomm.memory.share import Exchange, SeveralHostsError
 
-__all__ = ["make_group"]
-
 ACROSS_HOSTS = "symcomm.hierarchical.group"
 
 

@@ -22,8 +22,6 @@ from symcomm.collectives.select import ON_DEVICE, sizes_in
 from symcomm.errors import format_exit, format_ranks, format_seconds
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Site", "Status", "call_site", "check_living", "explain", "explain_peer"]
-
 RECORD_WAIT = 0.08  # the others are woken at once; 80 ms stays within the 100 ms that we promise
 EXIT_WAIT = 0.08  # tearing down a process took 5 to 60 ms on a busy machine
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -140,6 +138,48 @@ def dumps_core(pid: int) -> bool:
     return False
 
 
+def without(group: Any, what: str, seconds: float, story: str, gone: Sequence[int]) -> errors.RankFailedError:
+    """Ranks are gone, as ``story`` tells."""
+    left = [r for r in range(group.size) if r not in gone]
+    return errors.RankFailedError(
+        f"{what} failed on rank {group.rank} after {format_seconds(seconds)}: {story}. "
+        f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
+        gone,
+    )
+
+
+def too_late(
+    group: Any, what: str, seconds: float, origin: int, story: str, missing: Sequence[int]
+) -> errors.DeadlineError:
+    """The deadline of rank ``origin`` has passed."""
+    who = "" if origin == group.rank else f" (rank {origin}'s deadline)"
+    return errors.DeadlineError(
+        f"{what} timed out on rank {group.rank} after {format_seconds(seconds)}{who}: {story}. "
+        "Look at what the missing ranks do, or give a longer timeout to the call.",
+        missing,
+    )
+
+
+def list_calls(sides: dict[str, list[int]]) -> str:
+    """Which ranks made which call."""
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {side}" for side, ranks in sides.items()
+    )
+
+
+def different_calls(what: str, listed: str) -> errors.CollectiveMismatchError:
+    return errors.CollectiveMismatchError(
+        f"{what}: the ranks did not make the same call: {listed}. Make every rank call the same collectives, "
+        "with the same dtype, sizes, operation and root, in the same order."
+    )
+
+
+def aborted(what: str, origin: int) -> errors.GroupUnusableError:
+    return errors.GroupUnusableError(
+        f"{what} was aborted by rank {origin}; destroy the group, or call group.shrink() to go on."
+    )
+
+
 def explain(group: Any, status: int, call: str, at: Site, seconds: float | None) -> errors.SymcommError:
     """The exception for a failed operation of ``group``. ``seconds``: how long it ran; None: ask the core."""
     site = format_site(at)
@@ -173,9 +213,7 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
             "part of it is not mapped any more, or a part of the output is not writable."
         )
     if status in (Status.ABORTED, Status.INTERRUPTED):
-        return errors.GroupUnusableError(
-            f"{what} was aborted by rank {report['origin']}; destroy the group, or call group.shrink() to go on."
-        )
+        return aborted(what, report["origin"])
     return errors.InternalError(f"{what}: the plan does not fit the group. This is a bug of ours: please report it.")
 
 
@@ -246,13 +284,7 @@ def _mismatch(group: Any, what: str, report: dict[str, Any], text: str, site: st
         else:
             side = "nothing yet"
         sides.setdefault(side, []).append(rank)
-    listed = "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {side}" for side, ranks in sides.items()
-    )
-    return errors.CollectiveMismatchError(
-        f"{what}: the ranks did not make the same call: {listed}. Make every rank call the same collectives, "
-        "with the same dtype, sizes, operation and root, in the same order."
-    )
+    return different_calls(what, list_calls(sides))
 
 
 def _last_seen(seen: dict[str, Any], seq: int) -> str:
@@ -280,29 +312,18 @@ def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) ->
         seen = report["ranks"][rank]
         how = "left the group" if seen["gone"] == Status.LEFT else how_it_ended(pid)
         parts.append(f"rank {rank} (pid {pid}) {how} {_last_seen(seen, report['seq'])}")
-    left = [r for r in range(group.size) if r not in gone]
-    return errors.RankFailedError(
-        f"{what} failed on rank {group.rank} after {format_seconds(seconds)}: {'; '.join(parts)}. "
-        f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
-        gone,
-    )
+    return without(group, what, seconds, "; ".join(parts), gone)
 
 
 def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) -> errors.SymcommError:
     seq = report["abort_seq"] or report["seq"]
     absent = [r for r in report["ranks"] if r["seq"] < seq]
-    origin, ranks = report["origin"], report["ranks"]
     if absent:
         missing = [r["rank"] for r in absent]
         last = "; ".join(f"rank {r['rank']} was last seen {_last_seen(r, seq)}{_awaits(r)}" for r in absent[:4])
-        arrived = [r["rank"] for r in ranks if r["seq"] >= seq]
+        arrived = [r["rank"] for r in report["ranks"] if r["seq"] >= seq]
         story = f"did not come: {format_ranks(missing)}; arrived: {format_ranks(arrived)}; {last}"
     else:
         missing = [report["culprit"]]
         story = f"all arrived, but rank {report['culprit']} does not go on (stopped, or starved of a core?)"
-    who = "" if origin == group.rank else f" (rank {origin}'s deadline)"
-    return errors.DeadlineError(
-        f"{what} timed out on rank {group.rank} after {format_seconds(seconds)}{who}: {story}. "
-        "Look at what the missing ranks do, or give a longer timeout to the call.",
-        missing,
-    )
+    return too_late(group, what, seconds, report["origin"], story, missing)

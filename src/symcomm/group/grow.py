@@ -43,8 +43,6 @@ from symcomm.store.prefix import PrefixStore
 if TYPE_CHECKING:
     from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["JoinQueue", "Round", "close", "grow", "join_through"]
-
 log = logging.getLogger(__name__)
 GO = "go"
 POLL_FIRST, POLL_LAST = 0.001, 0.02  # seconds between two polls of the store

@@ -12,14 +12,11 @@ import secrets
 import threading
 import weakref
 import zlib
-from collections.abc import Collection
 from typing import NamedTuple
 
 from symcomm import errors
 from symcomm.store.address import own_address
 from symcomm.store.tcp import TCPStore
-
-__all__ = ["HandleServer", "Handle", "handle_server", "members_of"]
 
 KIND, VERSION = "symcomm-handle", "1"
 
@@ -65,7 +62,8 @@ def members_of(handles: object, own: Handle) -> list[Handle]:
         raise errors.bad_argument("reconfigure", "handles", handles, "a list or a set of handles")
     if not handles:
         raise errors.bad_argument("reconfigure", "handles", handles, "at least one handle")
-    members = [Handle.parse(text) for text in _in_order(handles)]
+    in_order = sorted(handles, key=str) if isinstance(handles, (set, frozenset)) else handles
+    members = [Handle.parse(text) for text in in_order]
     if len({member.ident for member in members}) != len(members):
         twice = next(i for i, member in enumerate(members) if member in members[:i])
         raise errors.BadArgumentError(
@@ -77,10 +75,6 @@ def members_of(handles: object, own: Handle) -> list[Handle]:
             "only members of the new group call it, with get_reconfigure_handle() of each."
         )
     return members
-
-
-def _in_order(handles: Collection[str]) -> list[str]:
-    return sorted(handles, key=str) if isinstance(handles, (set, frozenset)) else list(handles)
 
 
 class HandleServer:

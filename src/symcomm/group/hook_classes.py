@@ -11,8 +11,6 @@ from typing import Any
 from symcomm import errors
 from symcomm.group.call_hooks import HookOpName, PreHookArgs
 
-__all__ = ["HealthCheckHook", "NanCheckHook", "hooks_of", "unhealthy_backends"]
-
 
 def hooks_of(call: str, group: Any) -> Any:
     """The group of ours that keeps the hooks of ``group``."""

@@ -11,8 +11,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ending", "failed", "joined", "made", "on_end", "on_failure", "on_group", "on_join"]
-
 on_group: list[Callable[[Any], None]] = []  # called with every new group
 on_join: list[Callable[[Any, Any], None]] = []  # with a rank's first group and the store it met the others in, or None
 on_end: list[Callable[[], None]] = []  # before a process that was only a rank ends, maybe without Python's farewell

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["inline_polls"]
-
 _POLLS = 1000  # about 10 us, less than being woken takes
 _MOST_RANKS = 8  # more arrive too far apart for polling to pay
 

@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 from symcomm.group.call_names import HookOpName
 
-__all__ = ["Call", "CallTable", "Interception", "Layer", "CallSpec"]
-
 
 @dataclass(frozen=True)
 class CallSpec:
@@ -68,20 +66,20 @@ class Call:
 
     @property
     def inputs(self) -> list[Any]:
-        return _flat(self.arguments.get(self.spec.inputs))
+        return flat(self.arguments.get(self.spec.inputs))
 
     @property
     def outputs(self) -> list[Any]:
-        return _flat(self.arguments.get(self.spec.outputs))
+        return flat(self.arguments.get(self.spec.outputs))
 
 
-def _flat(tensors: Any) -> list[Any]:
+def flat(tensors: Any) -> list[Any]:
     """A tensor, a list of them, or a list of lists, as one list."""
     if tensors is None:
         return []
     if not isinstance(tensors, (list, tuple)):
         return [tensors]
-    return [t for item in tensors for t in _flat(item)]
+    return [t for item in tensors for t in flat(item)]
 
 
 Layer = Callable[[Call, Callable[[], Any]], Any]  # (the call, what makes it) -> its result

@@ -32,10 +32,6 @@ from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.numa import current_node
 from symcomm.memory.share import Exchange, GroupNotBuilt, SeveralHostsError, connect
 
-__all__ = ["LocalGroup"]
-
-MOST_PLANS = 4096  # kept by a group; a program that needs more makes them anew
-
 # How often a waiting rank polls first (about 10 us). If it has a core of its own it then goes on spinning, for longer
 # than a peer is away whose core is taken for a time slice; with more ranks than cores it yields. Then it sleeps, which
 # costs two context switches (about 10 us). See _core/sync/backoff.h.
@@ -269,22 +265,14 @@ class LocalGroup(ProcessGroup):
     def cached_plan(self, build: Callable[..., Plan], *args: Any) -> Any:
         """The loaded plan for these arguments; plans are kept for the life of the group."""
         make = functools.partial(build, self.rank, self.size, *args, limits=self.plan_limits)
-        return self._kept_plan((build, args), lambda: self.load_plan(make()))
-
-    def _kept_plan(self, key: Any, make: Callable[[], Any]) -> Any:
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) > MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = make()
-        return plan
+        return self.kept_plan((build, args), lambda: self.load_plan(make()))
 
     def run_plan(
         self, name: str, plan: Plan, inputs: Any = (), outputs: Any = (), async_op: bool = False,
         timeout: Timeout = None,
     ) -> Work | None:  # fmt: skip
         own = CustomCall(self, name, plan, inputs, outputs)
-        checked, loaded = self._kept_plan(own.key, own.load)
+        checked, loaded = self.kept_plan(own.key, own.load)
         own.check_tensors(checked)
         return self._run(name, loaded, own.inputs, own.outputs, own.result, async_op, timeout)
 

@@ -14,6 +14,7 @@ from symcomm._core import native
 from symcomm.errors import format_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.chains import Continuation, continued
+from symcomm.group.facade import Collectives
 from symcomm.group.failure import Site, Status, call_site, explain
 from symcomm.group.standoff import ANY_SOURCE, format_message, format_standoff
 from symcomm.group.work import Outcome, Timeout, no_thread, to_ns
@@ -67,8 +68,27 @@ def wait_in_thread(work: Any, callback: Callable[[], None]) -> None:
 class AnyMessageWork(Outcome):
     """What works of messages have in common, wherever the messages go."""
 
+    _group: Any
     _message: Message
     wait: Callable[..., bool]
+
+    @property
+    def what(self) -> str:
+        return format_message(self._message.is_send, self._message.peer, self._message.tag)
+
+    def misfit(self, sender: int, nbytes: int, dtype: int, buffer: Buffer) -> errors.BadArgumentError:
+        return errors.BadArgumentError(
+            f"{self.what} on group {self._group.name!r}: rank {sender} sent {nbytes} bytes of {DType(dtype).label}, "
+            f"the tensor here has {buffer.nbytes} of {buffer.dtype.label}; make size and dtype equal."
+        )
+
+    def _late(self, seconds: float, awaited: Sequence[int], why: str = "") -> errors.DeadlineError:
+        """The message was withdrawn, which does not harm the group."""
+        return errors.DeadlineError(
+            f"{self.what} on group {self._group.name!r} timed out after {format_seconds(seconds)}: "
+            f"the other side did not come{f': {why}' if why else ''}. The group can still be used.",
+            awaited,
+        )
 
     def result(self) -> list[Any]:
         self.wait()
@@ -92,21 +112,14 @@ class MessageWork(AnyMessageWork):
         self.outcome: tuple[int, int, int, int] | None = None
         self._error: BaseException | None = None
 
-    @property
-    def _what(self) -> str:
-        return format_message(self._message.is_send, self._message.peer, self._message.tag)
-
     def settle(self, outcome: tuple[int, int, int, int]) -> None:
         self.outcome = outcome
         status, peer, got, dtype = outcome
         if status == STATUS_SIZE:
-            self._error = errors.BadArgumentError(
-                f"{self._what} on group {self._group.name!r}: rank {peer} sent {got} bytes of {DType(dtype).label}, "
-                f"the tensor here has {self._buffer.nbytes} of {self._buffer.dtype.label}; make size and dtype equal."
-            )
+            self._error = self.misfit(peer, got, dtype, self._buffer)
         elif status:
             seconds = time.monotonic() - self._started
-            self._error = self._group.fail_with_status(status, self._what, self._site, seconds, explain)
+            self._error = self._group.fail_with_status(status, self.what, self._site, seconds, explain)
         elif not self._message.is_send:
             self._buffer.finish()
 
@@ -124,13 +137,9 @@ class MessageWork(AnyMessageWork):
         if outcome[0] != Status.TIMEOUT or native.group_report(self._group.handle)["status"]:
             self.settle(outcome)
             return
-        self.outcome = outcome
-        why = format_standoff(self._group, self._message.peer)
-        self._error = errors.DeadlineError(
-            f"{self._what} on group {self._group.name!r} timed out after {format_seconds(given_ns / 1e9)}: "
-            f"the other side did not come{f': {why}' if why else ''}. The group can still be used.",
-            [] if self._message.peer == ANY_SOURCE else [self._message.peer],
-        )
+        self.outcome, peer = outcome, self._message.peer
+        awaited = [] if peer == ANY_SOURCE else [peer]
+        self._error = self._late(given_ns / 1e9, awaited, format_standoff(self._group, peer))
 
     def is_completed(self) -> bool:
         if self.outcome is None and self.op is None:
@@ -150,15 +159,11 @@ class MessageWork(AnyMessageWork):
         return self.outcome[1]
 
 
-class MessageCalls:
+class MessageCalls(Collectives):
     """Mixed into ProcessGroup."""
 
-    rank: int
-    size: int
-    name: str
     handle: native.Group
     arena: Any
-    timeout_ns: int
     _failure: Any
     _in_flight: list[MessageWork]
     _sweep_at: int

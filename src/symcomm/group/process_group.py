@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from symcomm.group.grow import JoinQueue
     from symcomm.store.lease import Lease
 
-__all__ = ["DEFAULT_TIMEOUT", "ProcessGroup"]
-
 DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
+MOST_PLANS = 4096  # kept by a group; a program that needs more makes them anew
 LEAVE_WAIT = 5.0  # seconds for the others to leave before the rank that serves their store does
 WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked for
 
@@ -239,7 +238,16 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         ResourceError."""
         return importlib.import_module(WINDOWS).new_window(self, tensor)
 
-    # --- plans of one's own -----------------------------------------------------------------------------------
+    # --- plans ------------------------------------------------------------------------------------------------
+
+    def kept_plan(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make()`` returned for this key; plans are kept for the life of the group."""
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) > MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = make()
+        return plan
 
     def run_plan(
         self, name: str, plan: Plan, inputs: Any = (), outputs: Any = (), async_op: bool = False,

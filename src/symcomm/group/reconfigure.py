@@ -48,8 +48,6 @@ from symcomm.store import tcp_wire as wire
 from symcomm.store.prefix import PrefixStore
 from symcomm.store.tcp import TCPStore
 
-__all__ = ["ReconfigurableGroup", "Reconfiguration"]
-
 REPLICAS = 3  # stores that hold the verdict: two of them may die while it is made
 WATCH_SECONDS = 1.0  # to connect to a member that is to be watched
 REPLICA_SECONDS = 5.0  # for one of them to answer; a process that is gone is found out at once

@@ -13,8 +13,6 @@ from symcomm.memory.arena import current_arena
 if TYPE_CHECKING:
     from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["add", "find", "names", "of_handle", "of_rank"]
-
 _groups: weakref.WeakValueDictionary[tuple[bytes, str], ProcessGroup] = weakref.WeakValueDictionary()
 
 

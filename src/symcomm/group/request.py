@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 from symcomm import errors
 from symcomm._core import native
+from symcomm.collectives.chunks import starts_of
 from symcomm.ops import BY_NAME, Op
 from symcomm.types import DType, RedOpType, ReduceOp
-
-__all__ = ["Caller", "Request", "Views", "to_redop"]
 
 
 class Views(NamedTuple):
@@ -40,7 +39,7 @@ class Request:
 
     def __init__(
         self,
-        op: Op,
+        name: str,
         inputs: Sequence[Any],
         outputs: Sequence[Any],
         result: Sequence[Any] = (),
@@ -51,7 +50,7 @@ class Request:
         key: tuple[Any, Any, Any] | None = None,
         call: str = "",
     ):
-        self.op = op
+        self.op: Op = BY_NAME[name]
         self.inputs = inputs  # views that are read
         self.outputs = outputs  # views that are written
         self.result = result  # the tensors that a Work hands out
@@ -59,8 +58,9 @@ class Request:
         self.dtype = dtype
         self.redop = redop
         self.root = root
-        self.key = key  # detail, input and output by which the dispatch cache finds the call again; None: not at all
-        self.call = call or op.name  # what errors name
+        # detail, input and output by which the dispatch cache finds the call again; None: not at all
+        self.key = None if redop is RedOpType.PREMUL_SUM else key
+        self.call = call or name  # what errors name
 
     def counts(self, size: int) -> Sequence[int]:
         """Elements of every piece, flat; one where the tensor has no pieces."""
@@ -92,6 +92,13 @@ class Request:
         ]
 
 
+def addresses_of(views: Sequence[Any], counts: Sequence[int], listed: bool | None) -> list[int]:
+    """Where a rank's pieces lie: a list of tensors, or one after the other in one."""
+    if listed or not views:
+        return [view.address for view in views]
+    return [views[0].address + start * views[0].dtype.itemsize for start in starts_of(counts)]
+
+
 def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
     """(operation, factor) of our ReduceOp, torch's, or a name such as "sum"."""
     if type(op) is RedOpType:
@@ -115,8 +122,7 @@ def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
 def all_reduce(group: Caller, tensor: Any, op: Any) -> Request:
     view = group.views.write("all_reduce", "tensor", tensor)
     redop, source = _reduction(group, "all_reduce", op, view)
-    key = None if redop is RedOpType.PREMUL_SUM else (op, tensor, tensor)
-    return Request(BY_NAME["all_reduce"], [source], [view], [tensor], view.count, view.dtype, redop, key=key)
+    return Request("all_reduce", [source], [view], [tensor], view.count, view.dtype, redop, key=(op, tensor, tensor))
 
 
 def reduce(group: Caller, tensor: Any, root: int, op: Any) -> Request:
@@ -124,9 +130,8 @@ def reduce(group: Caller, tensor: Any, root: int, op: Any) -> Request:
     is_root = group.rank == root
     view = (group.views.write if is_root else group.views.read)("reduce", "tensor", tensor)
     redop, source = _reduction(group, "reduce", op, view)
-    key = None if redop is RedOpType.PREMUL_SUM else (rooted(root, op), tensor, tensor)
-    outputs = [view] if is_root else []
-    return Request(BY_NAME["reduce"], [source], outputs, [tensor], view.count, view.dtype, redop, root, key)
+    outputs, key = [view] if is_root else [], (rooted(root, op), tensor, tensor)
+    return Request("reduce", [source], outputs, [tensor], view.count, view.dtype, redop, root, key)
 
 
 def reduce_scatter_single(group: Caller, output: Any, input: Any, op: Any) -> Request:
@@ -135,9 +140,8 @@ def reduce_scatter_single(group: Caller, output: Any, input: Any, op: Any) -> Re
     dtype = _same_dtype(call, [source, out])
     _check_count(call, "input", source.count, out.count * group.size, f"{group.size} times output's")
     redop, source = _reduction(group, call, op, source)
-    key = None if redop is RedOpType.PREMUL_SUM else (op, input, output)
     sizes = (out.count,) * group.size
-    return Request(BY_NAME["reduce_scatter_single"], [source], [out], [output], sizes, dtype, redop, key=key)
+    return Request(call, [source], [out], [output], sizes, dtype, redop, key=(op, input, output))
 
 
 def reduce_scatter(group: Caller, output: Any, inputs: Any, op: Any) -> Request:
@@ -147,9 +151,8 @@ def reduce_scatter(group: Caller, output: Any, inputs: Any, op: Any) -> Request:
     _check_count(call, "output", out.count, pieces[group.rank].count, f"that of inputs[{group.rank}]")
     reductions = [_reduction(group, call, op, piece) for piece in pieces]
     redop, sources = reductions[0][0], [source for _, source in reductions]
-    key = None if redop is RedOpType.PREMUL_SUM else (op, inputs, output)
     sizes = tuple([piece.count for piece in pieces])
-    return Request(BY_NAME["reduce_scatter"], sources, [out], [output], sizes, dtype, redop, key=key)
+    return Request(call, sources, [out], [output], sizes, dtype, redop, key=(op, inputs, output))
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
@@ -158,8 +161,7 @@ def reduce_scatter(group: Caller, output: Any, inputs: Any, op: Any) -> Request:
 def broadcast(group: Caller, tensor: Any, root: int) -> Request:
     check_root(group, "broadcast", root)
     view = (group.views.read if group.rank == root else group.views.write)("broadcast", "tensor", tensor)
-    key = (root, tensor, tensor)
-    return Request(BY_NAME["broadcast"], [view], [view], [tensor], view.count, view.dtype, root=root, key=key)
+    return Request("broadcast", [view], [view], [tensor], view.count, view.dtype, root=root, key=(root, tensor, tensor))
 
 
 def all_gather_single(group: Caller, output: Any, input: Any) -> Request:
@@ -168,7 +170,7 @@ def all_gather_single(group: Caller, output: Any, input: Any) -> Request:
     dtype = _same_dtype(call, [source, out])
     _check_count(call, "output", out.count, source.count * group.size, f"{group.size} times input's")
     sizes = (source.count,) * group.size
-    return Request(BY_NAME["all_gather_single"], [source], [out], [output], sizes, dtype, key=(0, input, output))
+    return Request(call, [source], [out], [output], sizes, dtype, key=(0, input, output))
 
 
 def all_gather(group: Caller, outputs: Any, input: Any) -> Request:
@@ -177,57 +179,43 @@ def all_gather(group: Caller, outputs: Any, input: Any) -> Request:
     dtype = _same_dtype(call, [source, *outs])
     _check_count(call, f"outputs[{group.rank}]", outs[group.rank].count, source.count, "input's")
     sizes = tuple([out.count for out in outs])
-    return Request(BY_NAME["all_gather"], [source], outs, outputs, sizes, dtype, key=(0, input, outputs))
+    return Request(call, [source], outs, outputs, sizes, dtype, key=(0, input, outputs))
 
 
 def gather(group: Caller, outputs: Any, input: Any, root: int) -> Request:
     call = "gather"
     check_root(group, call, root)
     source = group.views.read(call, "input", input)
-    outs = []
-    if group.rank == root:
-        outs = group.views.write_list(call, "outputs", outputs, group.size)
-    elif outputs:
-        raise _only_at_root(group, call, "outputs", "a list")
+    outs = _at_root(group, call, root, "outputs", outputs, group.views.write_list, group.size)
     dtype = _same_dtype(call, [source, *outs])
     for k, out in enumerate(outs):
         _check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
-    key = (root, input, or_none(outputs))
-    return Request(
-        BY_NAME["gather"], [source], outs, outputs or [], (source.count,) * group.size, dtype, root=root, key=key
-    )
+    sizes, key = (source.count,) * group.size, (root, input, or_none(outputs))
+    return Request(call, [source], outs, outputs or [], sizes, dtype, root=root, key=key)
 
 
 def gather_single(group: Caller, output: Any, input: Any, root: int) -> Request:
     call = "gather_single"
     check_root(group, call, root)
     source = group.views.read(call, "input", input)
-    outs = []
-    if group.rank == root:
-        outs = [group.views.write(call, "output", output)]
-    elif output is not None:
-        raise _only_at_root(group, call, "output", "a tensor")
+    outs = _at_root(group, call, root, "output", output, group.views.write)
     dtype, result = _same_dtype(call, [source, *outs]), [output] if outs else []
     for out in outs:
         _check_count(call, "output", out.count, source.count * group.size, f"{group.size} times input's")
     sizes, key = (source.count,) * group.size, (root, input, output)
-    return Request(BY_NAME["gather_single"], [source], outs, result, sizes, dtype, root=root, key=key)
+    return Request(call, [source], outs, result, sizes, dtype, root=root, key=key)
 
 
 def scatter(group: Caller, output: Any, inputs: Any, root: int) -> Request:
     call = "scatter"
     check_root(group, call, root)
     out = group.views.write(call, "output", output)
-    sources = []
-    if group.rank == root:
-        sources = group.views.read_list(call, "inputs", inputs, group.size)
-    elif inputs:
-        raise _only_at_root(group, call, "inputs", "a list")
+    sources = _at_root(group, call, root, "inputs", inputs, group.views.read_list, group.size)
     dtype = _same_dtype(call, [out, *sources])
     for k, source in enumerate(sources):
         _check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
     sizes, key = (out.count,) * group.size, (root, or_none(inputs), output)
-    return Request(BY_NAME["scatter"], sources, [out], [output], sizes, dtype, root=root, key=key)
+    return Request(call, sources, [out], [output], sizes, dtype, root=root, key=key)
 
 
 # --- all to all ------------------------------------------------------------------------------------------------------
@@ -244,9 +232,9 @@ def all_to_all_single(
     sent = _split_counts(group, call, "input", input, source.count, input_splits)
     got = _split_counts(group, call, "output", output, out.count, output_splits)
     if output_splits or input_splits:
-        return Request(BY_NAME["all_to_all_single"], [source], [out], [output], agree(call, sent, got), dtype)
+        return Request(call, [source], [out], [output], agree(call, sent, got), dtype)
     _check_count(call, "output", out.count, source.count, "input's")
-    return Request(BY_NAME["all_to_all_single"], [source], [out], [output], sent[0], dtype, key=(0, input, output))
+    return Request(call, [source], [out], [output], sent[0], dtype, key=(0, input, output))
 
 
 def all_to_all(group: Caller, outputs: Any, inputs: Any, agree: Agree) -> Request:
@@ -255,11 +243,11 @@ def all_to_all(group: Caller, outputs: Any, inputs: Any, agree: Agree) -> Reques
     outs = group.views.write_list(call, "outputs", outputs, group.size)
     dtype = _same_dtype(call, [*sources, *outs])
     matrix = agree(call, [s.count for s in sources], [o.count for o in outs])
-    return Request(BY_NAME["all_to_all"], sources, outs, outputs, matrix, dtype)
+    return Request(call, sources, outs, outputs, matrix, dtype)
 
 
 def barrier() -> Request:
-    return Request(BY_NAME["barrier"], [], [], [], None, key=(0, None, None))
+    return Request("barrier", [], [], [], None, key=(0, None, None))
 
 
 def check_splits(call: str, everyone: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -337,7 +325,14 @@ def _check_count(call: str, name: str, got: int, expected: int, like: str) -> No
         raise errors.bad_argument(call, name, f"{got} elements", f"{expected} elements ({like})")
 
 
-def _only_at_root(group: Caller, call: str, name: str, what: str) -> errors.SymcommError:
-    return errors.bad_argument(
-        call, name, f"{what} on rank {group.rank}", "given on the root only", "pass None elsewhere"
-    )
+def _at_root(
+    group: Caller, call: str, root: int, name: str, given: Any, view: Callable[..., Any], *length: int
+) -> list[Any]:
+    """The views of what only the root gives, a list or a tensor; none elsewhere."""
+    if group.rank == root:
+        views = view(call, name, given, *length)
+        return views if length else [views]
+    if given is not None and not (length and not given):
+        what = f"{'a list' if length else 'a tensor'} on rank {group.rank}"
+        raise errors.bad_argument(call, name, what, "given on the root only", "pass None elsewhere")
+    return []

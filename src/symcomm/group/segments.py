@@ -9,8 +9,6 @@ from typing import Any
 
 from symcomm._core import native
 
-__all__ = ["Segment", "Shortcut", "owner_of"]
-
 Shortcut = Callable[..., int | None]  # a Status; None: nothing was done, since arguments have to be looked at
 LINE = 64
 WORD = 4  # bytes of a signal count; each rank has one for every sender

@@ -40,8 +40,6 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.memory.share import Exchange, GroupNotBuilt
 
-__all__ = ["check_excluded", "check_quorum", "left_out", "pack_ranks", "shrink", "unpack_ranks"]
-
 POLL_S = 0.001  # seconds between two polls of the others' records
 
 

@@ -34,8 +34,6 @@ from symcomm.group.work import Timeout, no_thread
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.memory.share import pretend_host
 
-__all__ = ["spawn"]
-
 PR_SET_PDEATHSIG = 1
 GRACE = 5.0  # seconds for the other ranks to end by themselves after one has failed
 

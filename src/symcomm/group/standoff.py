@@ -14,8 +14,6 @@ from symcomm.errors import format_ranks
 from symcomm.group import registry
 from symcomm.group.failure import describe_call
 
-__all__ = ["ANY_SOURCE", "format_message", "format_standoff"]
-
 ANY_SOURCE = -1
 log = logging.getLogger(__name__)
 

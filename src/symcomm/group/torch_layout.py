@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["gpu_keys", "places_of", "pointed_to", "read_memory", "tensor_layout"]
-
 WORD = 8
 OBJECT_BYTES = 256  # of a C++ object to look at; torch's tensors have less than 200
 MEMORY = "/proc/self/mem"

@@ -17,8 +17,6 @@ from symcomm.group.buffers import Buffer
 from symcomm.group.chains import Continuation, continued
 from symcomm.group.failure import Site, explain
 
-__all__ = ["Timeout", "Watcher", "Work", "no_thread", "to_ns"]
-
 Timeout = float | timedelta | None
 LONGEST = 1 << 31  # seconds, 68 years: practically for ever, and in nanoseconds it fits in 64 bits
 

@@ -44,8 +44,6 @@ from symcomm.hierarchical.rounds import SLICE
 from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.memory.share import GroupNotBuilt
 
-__all__ = ["Agreement", "Agreements"]
-
 REACH = 1.0  # seconds to connect to a rank
 GRACE = 0.3  # seconds by which the next rank waits longer before it proposes
 TRIES = 3  # of building the group, when it fails and nobody is to blame

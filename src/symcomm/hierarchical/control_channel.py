@@ -35,8 +35,6 @@ from symcomm.hierarchical.session import Callee, Caller, job_secret
 from symcomm.memory.arena import Arena
 from symcomm.store.address import LOOPBACK
 
-__all__ = ["Endpoint", "ControlChannel", "check_tokens", "host_timeout", "endpoint_in", "channel_of"]
-
 log = logging.getLogger("symcomm.hosts")
 
 EARLY_FRAMES = 100_000  # buffered for groups that this rank has not built yet

@@ -9,8 +9,6 @@ from typing import Any
 from symcomm import errors
 from symcomm.memory.share import Exchange
 
-__all__ = ["SubsetExchange", "agree_on_engine", "boot_id", "check_addresses", "network", "network_advice"]
-
 
 class SubsetExchange:
     """An exchange among all ranks of which only some are of interest."""

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 from symcomm import collectives
 from symcomm._core import native
+from symcomm.collectives.chunks import starts_of
 from symcomm.hierarchical.levels import Levels
 from symcomm.hierarchical.operation import Operation
 from symcomm.hierarchical.topology import LEADER
 from symcomm.types import DType
-
-__all__ = [
-    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter",
-]  # fmt: skip
 
 Data = bytes | bytearray
 
@@ -74,7 +70,8 @@ def broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) 
         return
     op.arrive()
     if layout.is_leader:
-        _write([address], [nbytes], op.exchange_arrivals({}, {home: nbytes})[home])
+        received = op.exchange_arrivals({}, {home: nbytes})[home]
+        _copy(address, _address_of(received), nbytes)
     op.local(collectives.broadcast, [address], [address], count, dtype, LEADER)
 
 
@@ -87,7 +84,8 @@ def all_gather(op: Operation, source: int, targets: Sequence[int], counts: Seque
         own = b"".join(map(_view, outs, here))
         due = {h: sum(sizes[r] for r in layout.hosts[h]) for h in layout.others}
         for host, received in op.exchange_arrivals(dict.fromkeys(layout.others, own), due).items():
-            _write([targets[r] for r in layout.hosts[host]], [sizes[r] for r in layout.hosts[host]], received)
+            ranks = layout.hosts[host]
+            _unpack(_address_of(received), [targets[r] for r in ranks], [sizes[r] for r in ranks])
     whole = _pack(op, targets, sizes) if layout.is_leader else _contiguous(op, targets, sizes)
     op.local(collectives.broadcast, [whole], [whole], sum(sizes), DType.UINT8, LEADER)
     _unpack(whole, targets, sizes)
@@ -151,7 +149,7 @@ def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, roo
     room = op.borrow(nbytes * len(away)) if layout.is_leader and layout.rank != root else own
     _pass(op, layout.local_of[root], LEADER, own, room, nbytes * len(away), first=True)
     if layout.is_leader:
-        starts = dict(zip(away, _starts([nbytes] * len(away)), strict=True))
+        starts = dict(zip(away, starts_of([nbytes] * len(away)), strict=True))
         op.exchange_arrivals(
             {h: _read(room + starts[layout.hosts[h][0]], nbytes * len(layout.hosts[h])) for h in layout.others}
         )
@@ -212,7 +210,7 @@ def _columns(op: Operation, received: dict[int, Data], columns: dict[int, list[i
         last = first + len(op.layout.hosts[host])
         sizes = [sum(column[first:last]) for column in columns.values()]
         view = memoryview(received[host])
-        for j, start, nbytes in zip(columns, _starts(sizes), sizes, strict=True):
+        for j, start, nbytes in zip(columns, starts_of(sizes), sizes, strict=True):
             found[j].append(view[start : start + nbytes])
         first = last
     return b"".join(part for parts in found.values() for part in parts)
@@ -221,13 +219,9 @@ def _columns(op: Operation, received: dict[int, Data], columns: dict[int, list[i
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
-    return [0, *accumulate(sizes)][:-1]
-
-
 def _addresses(address: int, sizes: Sequence[int]) -> list[int]:
     """Addresses of consecutive pieces of these sizes."""
-    return [address + start for start in _starts(sizes)]
+    return [address + start for start in starts_of(sizes)]
 
 
 def _read(address: int, nbytes: int) -> bytes:
@@ -243,13 +237,6 @@ def _address_of(data: Data) -> int:
     if isinstance(data, bytearray):
         return ctypes.addressof(ctypes.c_char.from_buffer(data)) if data else 0
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-
-
-def _write(targets: Sequence[int], sizes: Sequence[int], data: Data) -> None:
-    """Copy consecutive pieces to their targets."""
-    first = _address_of(data)
-    for target, start, nbytes in zip(targets, _starts(sizes), sizes, strict=True):
-        _copy(target, first + start, nbytes)
 
 
 def _copy(target: int, source: int, nbytes: int) -> None:
@@ -271,12 +258,12 @@ def _contiguous(op: Operation, addresses: Sequence[int], sizes: Sequence[int]) -
 def _pack(op: Operation, addresses: Sequence[int], sizes: Sequence[int]) -> int:
     """Make pieces contiguous."""
     whole = _contiguous(op, addresses, sizes)
-    for address, start, nbytes in zip(addresses, _starts(sizes), sizes, strict=True):
+    for address, start, nbytes in zip(addresses, starts_of(sizes), sizes, strict=True):
         _copy(whole + start, address, nbytes)
     return whole
 
 
 def _unpack(whole: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
     """The inverse of ``_pack``."""
-    for address, start, nbytes in zip(addresses, _starts(sizes), sizes, strict=True):
+    for address, start, nbytes in zip(addresses, starts_of(sizes), sizes, strict=True):
         _copy(address, whole + start, nbytes)

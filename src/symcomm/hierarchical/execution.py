@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import hash_sizes
-from symcomm.group.buffers import Buffer
-from symcomm.group.request import Request
+from symcomm.group.facade import Collectives
+from symcomm.group.request import Request, addresses_of
 from symcomm.group.work import Timeout, Work
 from symcomm.hierarchical import eager, pipelined
 from symcomm.hierarchical.levels import Levels
 from symcomm.hierarchical.operation import Operation, Signature
-from symcomm.hierarchical.pipelined import starts_of
 from symcomm.hierarchical.topology import Layout
-
-__all__ = ["HierarchicalExecution"]
 
 Body = Callable[[Operation], None]
 
 
-class HierarchicalExecution:
+class HierarchicalExecution(Collectives):
     """Mixed into HierarchicalGroup."""
 
-    rank: int
-    size: int
     layout: Layout
     _perform: Callable[..., Work | None]
 
@@ -53,13 +48,6 @@ class HierarchicalExecution:
         return Signature(collective, request.dtype, redop, request.root, sum(counts), hash_sizes(counts))
 
 
-def _pieces(views: Sequence[Buffer], counts: Sequence[int], listed: bool | None) -> list[int]:
-    """Addresses of a rank's pieces, which are a list of tensors or lie one after the other in one."""
-    if listed or not views:
-        return [view.address for view in views]
-    return [views[0].address + start * views[0].dtype.itemsize for start in starts_of(counts)]
-
-
 # --- one for each family of collectives --------------------------------------------------------------------------
 
 
@@ -78,7 +66,7 @@ def _reduce(layout: Layout, r: Request) -> Body:
 
 def _reduce_scatter(layout: Layout, r: Request) -> Body:
     [out], levels = r.outputs, Levels.of(r.redop, r.dtype, layout)
-    addresses = _pieces(r.inputs, r.sizes, r.op.listed)
+    addresses = addresses_of(r.inputs, r.sizes, r.op.listed)
     is_eager = layout.fits_eager(layout.largest_host_total(r.sizes) * r.dtype.itemsize)
     act = eager.reduce_scatter if is_eager else pipelined.reduce_scatter
     return lambda o: act(o, addresses, out.address, r.sizes, r.dtype, levels)
@@ -92,7 +80,7 @@ def _broadcast(layout: Layout, r: Request) -> Body:
 
 def _all_gather(layout: Layout, r: Request) -> Body:
     [source] = r.inputs
-    targets = _pieces(r.outputs, r.sizes, r.op.listed)
+    targets = addresses_of(r.outputs, r.sizes, r.op.listed)
     is_eager = layout.fits_eager(layout.largest_host_total(r.sizes) * r.dtype.itemsize)
     act = eager.all_gather if is_eager else pipelined.all_gather
     return lambda o: act(o, source.address, targets, r.sizes, r.dtype)
@@ -100,7 +88,7 @@ def _all_gather(layout: Layout, r: Request) -> Body:
 
 def _gather(layout: Layout, r: Request) -> Body:
     [source] = r.inputs
-    targets = _pieces(r.outputs, r.sizes, r.op.listed)
+    targets = addresses_of(r.outputs, r.sizes, r.op.listed)
     act = eager.gather if layout.fits_eager(source.nbytes * layout.widest) else pipelined.gather
     return partial(act, source=source.address, targets=targets, nbytes=source.nbytes, root=r.root)
 
@@ -116,8 +104,8 @@ def _all_to_all(layout: Layout, r: Request) -> Body:
     matrix = [[r.sizes] * size] * size if isinstance(r.sizes, int) else r.sizes
     rows = [layout.largest_host_total(row) for row in matrix]
     act = eager.all_to_all if layout.fits_eager(layout.largest_host_total(rows) * item) else pipelined.all_to_all
-    sources = _pieces(r.inputs, matrix[rank], r.op.listed)
-    targets = _pieces(r.outputs, [row[rank] for row in matrix], r.op.listed)
+    sources = addresses_of(r.inputs, matrix[rank], r.op.listed)
+    targets = addresses_of(r.outputs, [row[rank] for row in matrix], r.op.listed)
     return partial(act, sources=sources, targets=targets, matrix=lambda i, j: matrix[i][j] * item)
 
 

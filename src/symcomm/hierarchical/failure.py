@@ -16,11 +16,9 @@ from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import format_ranks, format_seconds
-from symcomm.group.failure import Status, how_it_ended
+from symcomm.errors import format_ranks
+from symcomm.group.failure import Status, aborted, different_calls, how_it_ended, list_calls, too_late, without
 from symcomm.hierarchical.session import ProtocolViolation
-
-__all__ = ["OperationStopped", "Failures"]
 
 SURVEY = 0.4  # seconds for all answers; a living rank answers within a few milliseconds
 REACH = 1.5  # seconds to connect to a rank; a lost packet is sent again after 1
@@ -147,10 +145,7 @@ class Failures:
         for rank, answer in sorted(answers.items()):
             side = f"{answer['call']} at {answer['site']}" if answer["seq"] >= seq else "nothing yet"
             sides.setdefault(side, []).append(rank)
-        listed = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {side}" for side, ranks in sides.items()
-        )
-        self._spread("mismatch", listed, sorted(answers))
+        self._spread("mismatch", list_calls(sides), sorted(answers))
 
     def cut_off(self, ranks: Collection[int], reason: BaseException) -> None:
         """The engine lost ``ranks`` though they live, or they sent what they should not."""
@@ -208,27 +203,10 @@ class Failures:
         verdict: Any = self.verdict
         group, story, ranks = self._group, verdict["story"], verdict["ranks"]
         if verdict["fault"] == "gone":
-            left = [r for r in range(group.size) if r not in ranks]
-            return errors.RankFailedError(
-                f"{what} failed on rank {group.rank} after {format_seconds(seconds)}: {story}. "
-                f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
-                ranks,
-            )
+            return without(group, what, seconds, story, ranks)
         if verdict["fault"] == "late":
-            who = "" if verdict["origin"] == group.rank else f" (rank {verdict['origin']}'s deadline)"
-            return errors.DeadlineError(
-                f"{what} timed out on rank {group.rank} after {format_seconds(seconds)}{who}: {story}. "
-                "Look at what the missing ranks do, or give a longer timeout to the call.",
-                ranks,
-            )
-        if verdict["fault"] == "mismatch":
-            return errors.CollectiveMismatchError(
-                f"{what}: the ranks did not make the same call: {story}. Make every rank call the same collectives, "
-                "with the same dtype, sizes, operation and root, in the same order."
-            )
-        return errors.GroupUnusableError(
-            f"{what} was aborted by rank {verdict['origin']}; destroy the group, or call group.shrink() to go on."
-        )
+            return too_late(group, what, seconds, verdict["origin"], story, ranks)
+        return different_calls(what, story) if verdict["fault"] == "mismatch" else aborted(what, verdict["origin"])
 
 
 def _last_seen(answer: dict[str, Any]) -> str:

@@ -10,11 +10,7 @@ from typing import Any
 from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.types import DType
 
-__all__ = ["EAGER_MAX_BLOCKING", "MESSAGES", "check", "is_number", "need"]
-
-EAGER_MAX_BLOCKING = (
-    64 << 10
-)  # bytes of a blocking send that travel with its envelope, so that the sender may go on, and leave
+EAGER_MAX_BLOCKING = 64 << 10  # bytes that travel with a blocking send's envelope: the sender may go on, and leave
 LARGEST = 1 << 62  # of any number
 SIGNATURE = 6  # numbers
 DTYPES = frozenset(map(int, DType))

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from symcomm import errors
@@ -55,14 +56,19 @@ from symcomm.hierarchical.work import HierarchicalWork, Runner
 from symcomm.memory.share import Deadline, Exchange
 from symcomm.store.address import LOOPBACK, own_address
 
-__all__ = ["HierarchicalGroup"]
-
 LOCAL_ROUNDS = 3  # of the exchange, at most, to build a host's own group
 Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
 MOST_ARRIVALS = 10_000  # of other hosts at operations that this one has not reached; each is at most a few ahead
 ENGINE_GRACE = 1.0  # seconds for the control channel to learn who is gone, when the engine noticed first
 ENGINE_STOP = 5.0  # seconds for an engine to stop; Gloo takes milliseconds
 
+# Who in a group is told of a control message, and by which rank it was sent.
+_RECEIVERS = {
+    "clear_to_send": attrgetter("matcher.on_clear_to_send"), "refused": attrgetter("matcher.on_refused"),
+    "sending": attrgetter("matcher.on_sending"), "cancelled": attrgetter("matcher.on_cancelled"),
+    "ask": attrgetter("failures.answer"), "answer": attrgetter("failures.note_answer"),
+    "exchange": attrgetter("rounds.note"), "agree": attrgetter("agreements.note"),
+}  # fmt: skip
 _living: weakref.WeakSet[HierarchicalGroup] = weakref.WeakSet()
 
 
@@ -132,9 +138,8 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self.layout = Layout(hosts, rank)
         self.cond = threading.Condition()  # notified whenever something changes that a thread may wait for
         self.failures = Failures(self)
-        self.arrivals: dict[
-            tuple[int, int], tuple[list[int], bytes | bytearray]
-        ] = {}  # (sequence number, leader) -> signature, data
+        # (sequence number, leader) -> signature, data
+        self.arrivals: dict[tuple[int, int], tuple[list[int], bytes | bytearray]] = {}
         self.leader_links = _leader_links_of(self)
         self.left: set[int] = set()
         self.doing: tuple[int, str, str] = (0, "", "")  # sequence number, call and call site of the last operation
@@ -149,9 +154,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self._has_left = False
         self._operating_thread = 0  # the thread that performs an operation
         self._key = ""
-        self._rank_of: dict[
-            str, int
-        ] = {}  # by the name of its control channel, which may ask before bootstrap is complete
+        self._rank_of: dict[str, int] = {}  # by the name of its control channel, which may ask during bootstrap
         self._stopping: threading.Thread | None = None
         self._bootstrap(exchange, engine)
 
@@ -260,19 +263,17 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self, signature: Signature, build: Callable[..., Plan] | None = None, args: tuple[Any, ...] = ()
     ) -> Any:
         """The first step of an operation on this host: compare signatures, and maybe run a collective as well."""
-        key = (signature, build, args)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) > 4096:
-                self._plans.clear()
+
+        def make() -> Any:
             s, rank, world = signature, self.layout.local, len(self.layout.here)
             if build is None:
-                made = Plan(s.collective, rank, world, s.local_count(), s.dtype, s.redop, 0, "arrival")
+                plan = Plan(s.collective, rank, world, s.local_count(), s.dtype, s.redop, 0, "arrival")
             else:
-                made = build(rank, world, *args, limits=self.local.plan_limits)
-                made = replace(made, collective=s.collective, count=s.local_count(is_whole=False))
-            plan = self._plans[key] = self.local.load_plan(made)
-        return plan
+                plan = build(rank, world, *args, limits=self.local.plan_limits)
+                plan = replace(plan, collective=s.collective, count=s.local_count(is_whole=False))
+            return self.local.load_plan(plan)
+
+        return self.kept_plan((signature, build, args), make)
 
     def _perform(
         self, call: str, signature: Signature, body: Callable[[Operation], None], inputs: Sequence[Buffer],
@@ -420,27 +421,13 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         check(kind, header, payload, self.size)
         if kind == "envelope":
             self.matcher.on_envelope(rank, header, payload)
-        elif kind == "clear_to_send":
-            self.matcher.on_clear_to_send(rank, header)
-        elif kind == "refused":
-            self.matcher.on_refused(rank, header)
-        elif kind == "sending":
-            self.matcher.on_sending(rank, header)
-        elif kind == "cancelled":
-            self.matcher.on_cancelled(rank, header)
-        elif kind == "ask":
-            self.failures.answer(rank, header)
-        elif kind == "answer":
-            self.failures.note_answer(rank, header)
         elif kind == "fail":
             self.failures.accept(header)
-        elif kind == "exchange":
-            self.rounds.note(rank, header)
-        elif kind == "agree":
-            self.agreements.note(rank, header)
         elif kind == "bye":
             self.left.add(rank)
             self.notify()
+        elif kind in _RECEIVERS:
+            _RECEIVERS[kind](self)(rank, header)
 
     def on_leader_link(self, sender: str, conn: FramedConnection) -> None:
         if sender in self._rank_of:
@@ -509,12 +496,13 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         if not ranks:
             return None
         key = f"sub/{self._children}/{choice[self.rank][0]}"
-        exchange = self.rounds.exchange_among(
-            ranks, key, self.timeout if timeout is None else to_ns(key, timeout) / 1e9
-        )
+        lifetime = self.timeout if timeout is None else to_ns(key, timeout) / 1e9
+        return self._of(ranks, self.rounds.exchange_among(ranks, key, lifetime), label, lifetime)
+
+    def _of(self, ranks: Sequence[int], exchange: Exchange, name: str, seconds: float) -> Any:
         return make_group(
-            ranks.index(self.rank), len(ranks), exchange, label, self.timeout if timeout is None else timeout,
-            self.plan_limits, [self.global_ranks[r] for r in ranks], self.engine_name,
+            ranks.index(self.rank), len(ranks), exchange, name, seconds, self.plan_limits,
+            [self.global_ranks[r] for r in ranks], self.engine_name,
         )  # fmt: skip
 
     def _shrink(self, seconds: float, exclude: Sequence[int], abort: bool, quorum: int | None) -> Any:
@@ -522,10 +510,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             self._abort_once()
 
         def make(ranks: Sequence[int], exchange: Exchange) -> Any:
-            smaller = make_group(
-                ranks.index(self.rank), len(ranks), exchange, f"{self.name}-shrunk", seconds, self.plan_limits,
-                [self.global_ranks[r] for r in ranks], self.engine_name,
-            )  # fmt: skip
+            smaller = self._of(ranks, exchange, f"{self.name}-shrunk", seconds)
             smaller.set_timeout(self.timeout)  # the short one was for building it
             return smaller
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from symcomm.hierarchical.connection import ConnectionClosed, Frame, FramedConnection, ProtocolViolation
 
-__all__ = ["LeaderLinks"]
-
 
 class _Wakeup:
     """Wakes the thread in ``listen``."""

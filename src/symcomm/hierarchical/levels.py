@@ -9,8 +9,6 @@ from symcomm.hierarchical.operation import Operation
 from symcomm.hierarchical.topology import Layout
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Levels"]
-
 FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128}
 
 

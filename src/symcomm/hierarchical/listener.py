@@ -20,8 +20,6 @@ from symcomm import errors
 from symcomm.hierarchical.connection import FramedConnection
 from symcomm.hierarchical.session import Callee
 
-__all__ = ["RefusalLog", "Listener"]
-
 log = logging.getLogger("symcomm.hosts")
 
 STRANGERS = 64  # at a time

@@ -19,8 +19,6 @@ from symcomm.hierarchical.failure import OperationStopped
 from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.types import DType
 
-__all__ = ["Chunk", "Operation", "Signature"]
-
 IN_FLIGHT = 4  # chunks: two on the network, one that was just produced, one that is being consumed
 LATE_BYTES = 1.0  # seconds that data of a rank that ended may still be in flight
 NOTHING: Mapping[int, int] = {}

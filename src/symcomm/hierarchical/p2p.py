@@ -18,7 +18,6 @@ from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import format_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.failure import Status
 from symcomm.group.p2p import ANY_SOURCE, AnyMessageWork, Message, MessageCalls, MessageWork
@@ -28,8 +27,6 @@ from symcomm.hierarchical.frames import EAGER_MAX_BLOCKING
 from symcomm.hierarchical.operation import LATE_BYTES
 from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.types import DType
-
-__all__ = ["HierarchicalMessages", "MessageMatcher"]
 
 EAGER_MAX_NONBLOCKING = 4096  # bytes that travel with the envelope
 BACKLOG = 1 << 20  # bytes of envelopes that may be queued for a slow receiver
@@ -48,11 +45,6 @@ class _Envelope:
         self.payload = bytes(payload) if header["inline"] else None
 
 
-def _format_message(m: Message) -> str:
-    peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
-    return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
-
-
 class _Remote(AnyMessageWork):
     """One end of a message between hosts."""
 
@@ -69,10 +61,6 @@ class _Remote(AnyMessageWork):
         self.is_real: bool | None = None
         self._error: BaseException | None = None
         self.sender = message.peer
-
-    @property
-    def what(self) -> str:
-        return _format_message(self._message)
 
     def end(self, error: BaseException | None = None) -> None:
         """With the group's condition held."""
@@ -127,13 +115,7 @@ class _Remote(AnyMessageWork):
             if group.failures.verdict is not None:
                 self.end(group.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._started))
             else:
-                self.end(
-                    errors.DeadlineError(
-                        f"{self.what} on group {group.name!r} timed out after {format_seconds(seconds)}: "
-                        "the other side did not come. The group can still be used.",
-                        self._awaited(),
-                    )
-                )
+                self.end(self._late(seconds, self._awaited()))
 
     def settle(self) -> None:
         if not self._message.is_send and self._error is None and self._buffer.target is not None:
@@ -173,21 +155,16 @@ class _Local(AnyMessageWork):
         raise self._error
 
     def _translated(self, error: errors.SymcommError, seconds: float) -> BaseException:
-        m, group = self._message, self._group
-        what = f"{_format_message(m)} on group {group.name!r}"
+        peer, group = self._message.peer, self._group
         if isinstance(error, errors.DeadlineError) and group.local.failure is None:
-            return errors.DeadlineError(
-                f"{what} timed out after {format_seconds(seconds)}: the other side did not come. "
-                "The group can still be used.",
-                [m.peer],
-            )
+            return self._late(seconds, [peer])
         if isinstance(error, errors.RankFailedError):
             group.failures.gone([group.layout.here[r] for r in error.ranks])
         elif isinstance(error, errors.DeadlineError):
-            group.failures.late(0, group.timeout, [m.peer])
+            group.failures.late(0, group.timeout, [peer])
         else:
             group.failures.await_verdict()
-        return group.fail_operation(what, time.monotonic() - self._work._started)
+        return group.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._work._started)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -385,13 +362,7 @@ class MessageMatcher:
         work.sender = envelope.sender
         buffer = work._buffer
         if envelope.nbytes != buffer.nbytes or envelope.dtype != buffer.dtype:
-            work.end(
-                errors.BadArgumentError(
-                    f"{work.what} on group {self.group.name!r}: rank {envelope.sender} sent {envelope.nbytes} bytes of "
-                    f"{DType(envelope.dtype).label}, the tensor here has {buffer.nbytes} of {buffer.dtype.label}; "
-                    "make size and dtype equal."
-                )
-            )
+            work.end(work.misfit(envelope.sender, envelope.nbytes, envelope.dtype, buffer))
             self.group.tell(envelope.sender, {"kind": "refused", "number": envelope.number})
         elif envelope.payload is not None:
             if envelope.payload:

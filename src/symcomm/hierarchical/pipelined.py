@@ -16,18 +16,14 @@ Values are combined on each host in the order of its ranks, then in the order of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 
 from symcomm import collectives
+from symcomm.collectives.chunks import starts_of
 from symcomm.hierarchical.engines.base import Transfer
 from symcomm.hierarchical.levels import Levels
 from symcomm.hierarchical.operation import Chunk, Operation
 from symcomm.hierarchical.topology import Layout, split_evenly
 from symcomm.types import DType
-
-__all__ = [
-    "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter",
-]  # fmt: skip
 
 # Bytes of a tensor that are worked on at a time. One run each at 1 Gbit/s, 2 x 2 ranks, 2 loaded cores, 3 to 6 chunks
 # under way: 1 MiB made 54 % of the link's speed from 32 MiB, 2 MiB 67 %, 4 MiB 74 and 77 %, 8 MiB 79 %; from 8 MiB, 4
@@ -40,10 +36,6 @@ def chunks_of(count: int, dtype: DType, parts: int = 1) -> Iterator[tuple[int, i
     size = max(1, CHUNK // (dtype.itemsize * parts))
     for start in range(0, count, size):
         yield start, min(size, count - start)
-
-
-def starts_of(sizes: Sequence[int]) -> list[int]:
-    return [0, *accumulate(sizes)][:-1]
 
 
 # --- through lanes ------------------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 
-__all__ = ["Rounds"]
-
 SLICE = 0.05  # seconds between liveness checks
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from symcomm._core import native
 from symcomm.memory.arena import Arena
 
-__all__ = ["ScratchBuffer", "Scratch"]
-
 KEEP_BYTES = 64 << 20  # what is kept for the next operation
 
 

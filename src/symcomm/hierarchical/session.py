@@ -24,11 +24,6 @@ import secrets
 import struct
 from typing import Any
 
-__all__ = [
-    "MAC_SIZE", "ConnectionClosed", "Callee", "Caller", "ProtocolViolation", "FrameSigner", "Session", "job_secret",
-    "parse",
-]  # fmt: skip
-
 NONCE_SIZE = 32
 MAC_SIZE = 16
 LONG = 4096  # bytes of a payload from which on its SHA-256 is signed instead, for which CPUs have instructions

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["EAGER_HOST_MAX", "LEADER", "Layout", "split_evenly", "fits_eager"]
-
 LEADER = (
     0  # of a host's ranks: the one that talks to the other hosts. The same for every call, so that mismatches are found
 )
@@ -16,9 +14,7 @@ LEADER = (
 # KiB 6.7 and 7.6; gather of 1 MiB, half of which crosses, 4.5 and 4.7. From 1 MiB on copies by the leader dominate:
 # all_to_all 10 to 13 and 11 to 15.
 EAGER_MAX, EAGER_HOST_MAX = 4 << 10, 512 << 10
-EAGER_REDUNDANT_MAX = (
-    128 << 10
-)  # bytes that leave a host and would not with an engine, which sends each host only a part
+EAGER_REDUNDANT_MAX = 128 << 10  # bytes that leave a host; an engine would send each host only a part of them
 
 
 def fits_eager(nbytes: int, hosts: int, is_whole: bool = False, most: int = EAGER_HOST_MAX) -> bool:

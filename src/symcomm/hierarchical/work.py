@@ -12,8 +12,6 @@ from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Site
 from symcomm.group.work import Work
 
-__all__ = ["HierarchicalWork", "Runner"]
-
 
 class HierarchicalWork(Work):
     """``act`` performs the operation; it is called once, in the group's thread."""

@@ -19,11 +19,6 @@ from symcomm.memory.arena import Arena, bytes_type, current_arena
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Allocation", "allocate", "check_dtype", "empty", "empty_strided_p2p", "find_memory", "is_symm_mem_tensor",
-    "memory_stats", "other_size", "part_of", "still_active", "storage_over", "to_sizes", "trim", "zeros",
-]  # fmt: skip
-
 Memory = Any  # a ctypes array with an attribute ``allocation``: whoever holds it keeps the bytes
 
 

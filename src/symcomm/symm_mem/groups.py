@@ -13,8 +13,6 @@ from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.memory.arena import current_arena
 
-__all__ = ["find_group", "is_known", "look_up", "of", "set_group_info"]
-
 _announced: dict[tuple[bytes, str], tuple[int, int, Any]] = {}  # (arena, name) -> rank, world size, store
 _made: dict[tuple[bytes, str], ProcessGroup] = {}
 

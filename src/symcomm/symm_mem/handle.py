@@ -21,8 +21,6 @@ from symcomm.symm_mem.groups import find_group
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SymmetricMemory", "check_alike", "find_meeting", "rendezvous"]
-
 SLEEPERS = 64  # bytes behind a signal pad for the word that counts who sleeps on it
 
 

@@ -20,8 +20,6 @@ from symcomm.symm_mem import allocate, settings, words
 from symcomm.symm_mem.groups import find_group, is_known
 from symcomm.symm_mem.handle import SymmetricMemory, rendezvous
 
-__all__ = ["get_elements", "install", "meet", "put_and_signal", "uninstall", "workspace"]
-
 _lock = threading.Lock()
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name, what was there before
 _operators = "symcomm.torch_backend.symm_ops"  # above this layer, so it is loaded by name

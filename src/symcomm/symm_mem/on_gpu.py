@@ -17,7 +17,7 @@ from symcomm import errors
 from symcomm.cuda import devices
 from symcomm.cuda.driver import WAIT_EQUAL, driver
 from symcomm.cuda.group import CudaGroup, device_group
-from symcomm.cuda.pool import PoolBuffer, RawMemory, find_block, opened, pool_of, storage_over
+from symcomm.cuda.pool import PoolBuffer, RawMemory, find_block, opened_pieces, pool_of, storage_over
 from symcomm.cuda.watchdog import Outstanding
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
@@ -28,8 +28,6 @@ from symcomm.symm_mem.handle import SymmetricMemory, check_alike
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["GpuSymmetricMemory", "empty_strided", "find_piece", "fill_words", "rendezvous", "write_word"]
 
 
 class CudaAllocation:
@@ -50,7 +48,7 @@ _lent: weakref.WeakValueDictionary[_Id, RawMemory] = weakref.WeakValueDictionary
 
 
 @contextlib.contextmanager
-def _using(device: torch.device) -> Iterator[None]:
+def using(device: torch.device) -> Iterator[None]:
     """The driver's calls are about ``device``: its default stream has the number 0, as every other GPU's has."""
     import torch
 
@@ -136,10 +134,7 @@ class CudaPeerMemory:
         fix = "call set_signal_pad_size alike on every rank"
         check_alike(gpu.core, "pad_bytes", "asked for signal pads of", infos, fix)
         driver().enter(gpu.device)
-        self.buffers = [opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(infos)]
-        self.pad_addresses = [
-            opened(bytes.fromhex(c["pad_handle"]), f"rank {r}") + c["pad"] for r, c in enumerate(infos)
-        ]
+        self.buffers, self.pad_addresses = opened_pieces(infos), opened_pieces(infos, "pad_handle", "pad")
         self.buffer_array = torch.tensor(self.buffers, dtype=torch.int64, device=place)
         self.pad_array = torch.tensor(self.pad_addresses, dtype=torch.int64, device=place)
 
@@ -198,19 +193,12 @@ class GpuSymmetricMemory(SymmetricMemory):
         steps = [self._put(r, channel) for r in others] + [self._take(r, channel) for r in others]
         self._enqueue(f"barrier(channel={channel})", steps, others, timeout_ms)
 
-    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Signal ``dst_rank``, in the order of the current stream, once it has taken the signal before this one."""
-        self._check_rank("put_signal", "dst_rank", dst_rank)
-        self._check_channel("put_signal", channel)
-        what = f"put_signal(dst_rank={dst_rank}, channel={channel})"
-        self._enqueue(what, [self._put(dst_rank, channel)], [dst_rank], timeout_ms)
-
-    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """The current stream waits for a signal of ``src_rank`` and takes it."""
-        self._check_rank("wait_signal", "src_rank", src_rank)
-        self._check_channel("wait_signal", channel)
-        what = f"wait_signal(src_rank={src_rank}, channel={channel})"
-        self._enqueue(what, [self._take(src_rank, channel)], [src_rank], timeout_ms)
+    def _signal(self, call: str, name: str, act: Callable[..., Any], peer: int, channel: int, timeout_ms: int) -> None:
+        """``put_signal`` and ``wait_signal``, in the order of the current stream."""
+        self._check_rank(call, name, peer)
+        self._check_channel(call, channel)
+        step = (self._put if call == "put_signal" else self._take)(peer, channel)
+        self._enqueue(f"{call}({name}={peer}, channel={channel})", [step], [peer], timeout_ms)
 
     def _put(self, rank: int, channel: int) -> tuple[int, int, int]:
         """(address, the value to wait for, the value to write)"""
@@ -225,7 +213,7 @@ class GpuSymmetricMemory(SymmetricMemory):
         timeout = self.timeout_ns(what, timeout_ms) / 1e9
         self._gpu.failures.check_usable(what)
         stream = torch.cuda.current_stream(self.device)
-        with _using(self.device):
+        with using(self.device):
             for address, awaited, written in steps:
                 driver().wait(stream.cuda_stream, address, awaited, WAIT_EQUAL)
                 driver().write(stream.cuda_stream, address, written)
@@ -252,7 +240,7 @@ def fill_words(tensor: torch.Tensor, offset: int, value: int, count: int) -> Non
     import torch
 
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    with _using(tensor.device):
+    with using(tensor.device):
         driver().fill32(tensor.data_ptr() + 4 * offset, value, count, stream)
 
 
@@ -261,5 +249,5 @@ def write_word(tensor: torch.Tensor, offset: int, value: int) -> None:
     import torch
 
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    with _using(tensor.device):
+    with using(tensor.device):
         driver().write(stream, tensor.data_ptr() + 4 * offset, value)

@@ -6,11 +6,6 @@ from typing import Any
 
 from symcomm import errors
 
-__all__ = [
-    "get_backend", "get_mempool_allocator", "get_signal_pad_size", "has_multicast_support", "set_backend",
-    "set_signal_pad_size",
-]  # fmt: skip
-
 BACKEND = "symcomm"
 # As in PyTorch: 32 channels of 72 ranks, 4 bytes each.
 DEFAULT_PAD_BYTES = 32 * 72 * 4

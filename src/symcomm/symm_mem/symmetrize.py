@@ -16,8 +16,6 @@ from symcomm.symm_mem.allocate import allocate, find_memory, part_of, storage_ov
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["symmetrize"]
-
 T = TypeVar("T")
 LINE = 64  # storages begin on cache lines of their own
 

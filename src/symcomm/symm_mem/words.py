@@ -10,8 +10,6 @@ from symcomm._core import native
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["memset32", "stream_write_value32"]
-
 
 def _check(call: str, tensor: Any, offset: int, val: int, count: int) -> None:
     import torch

@@ -6,7 +6,7 @@ Every collective can be called with an options object or, directly on the group,
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -14,11 +14,9 @@ from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
 from symcomm.group.buffers import arrived
-from symcomm.torch_backend.overloads import check, has_options
+from symcomm.torch_backend.overloads import check, has_options, slots_of
 from symcomm.types import RedOpType
 from symcomm.types import ReduceOp as OwnReduceOp
-
-__all__ = ["Given", "is_async", "once_each", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
 
 
 class Given(NamedTuple):
@@ -42,14 +40,15 @@ class Given(NamedTuple):
         return seconds_of(self.options, self.timeout)
 
 
-def sort_out(call: str, given: Mapping[str, Any], opts: Any = None, **plain: Any) -> Given:
+def sort_out(call: str, given: Sequence[Any], opts: Any = None, **plain: Any) -> Given:
     """What a call was given, once it is known to be one that torch would take.
 
-    ``given``: what comes before the options, by parameter. ``opts`` may be the first of the plain arguments, in the
-    place of options, and each of those one that belongs behind it."""
+    ``given``: what comes before the options. ``opts`` may be the first of the plain arguments, in the place of options,
+    and each of those one that belongs behind it."""
     if has_options(call, given, opts) and not any(value is not None for value in plain.values()):
         return Given(opts)
-    check(call, {**given, **{name: value for name, value in {"opts": opts, **plain}.items() if value is not None}})
+    by_slot = dict(zip(slots_of(call), given, strict=False))
+    check(call, {**by_slot, **{name: value for name, value in {"opts": opts, **plain}.items() if value is not None}})
     options = root = op = timeout = None
     for item in (opts, *plain.values()):
         if item is None:

@@ -15,8 +15,6 @@ from symcomm.group.factory import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.handshake import Exchange, handshake
 
-__all__ = ["join_group", "store_prefix_of"]
-
 
 def store_prefix_of(members: Sequence[int] | None) -> str:
     """Ranks in different groups count groups differently, so torch may give two groups the same name, and with it the

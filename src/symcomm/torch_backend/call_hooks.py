@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
+from symcomm.group.call_hooks import CallHooks, HookMethods, HookOpName, PostHook, PostHookArgs, PreHook, PreHookArgs
 from symcomm.group.interception import CallSpec
 from symcomm.group.process_group import ProcessGroup
 from symcomm.ops import OPS, Op
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.arguments import is_async, root_of
-
-__all__ = ["TORCH_CALLS", "HookRegistration", "TorchCalls"]
 
 _TORCHS_NAMES: Any = versions.hook_classes().get("HookOpName")
 
@@ -62,27 +60,17 @@ def _named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return told
 
 
-class HookRegistration:
+class HookRegistration(HookMethods):
     """Mixed into TorchGroup: the hooks are the core's, so a call through either object is seen once."""
 
     core: ProcessGroup
-    supports_abort_hooks = True
-    supports_completion_hooks = True
 
-    def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], Any]) -> None:
-        self.core.register_pre_hook(hook_id, _named_by_torch(hook))
+    @property
+    def call_hooks(self) -> CallHooks:
+        return self.core.call_hooks
 
-    def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], Any]) -> None:
-        self.core.register_post_hook(hook_id, _named_by_torch(hook))
+    def register_pre_hook(self, hook_id: int, hook: PreHook) -> None:
+        super().register_pre_hook(hook_id, _named_by_torch(hook))
 
-    def register_abort_hook(self, hook_id: int, hook: Callable[[], Any]) -> None:
-        self.core.register_abort_hook(hook_id, hook)
-
-    def unregister_pre_hook(self, hook_id: int) -> None:
-        self.core.unregister_pre_hook(hook_id)
-
-    def unregister_post_hook(self, hook_id: int) -> None:
-        self.core.unregister_post_hook(hook_id)
-
-    def unregister_abort_hook(self, hook_id: int) -> None:
-        self.core.unregister_abort_hook(hook_id)
+    def register_post_hook(self, hook_id: int, hook: PostHook) -> None:
+        super().register_post_hook(hook_id, _named_by_torch(hook))

@@ -14,11 +14,6 @@ import torch
 from symcomm import errors
 from symcomm.torch_backend import values
 
-__all__ = [
-    "alike", "all_gather_coalesced", "all_gather_lists", "all_reduce_coalesced", "gather", "merge_group", "non_empty",
-    "root_rank", "root_tensor", "scatter", "single", "split_group", "splits",
-]  # fmt: skip
-
 
 def _refuse(call: str, words: str, argument: str, got: object, allowed: str) -> errors.BadArgumentError:
     return errors.bad_argument(f"{call}: {words}", argument, got, allowed)
@@ -54,8 +49,9 @@ def single(call: str, tensors: Any, what: str) -> Any:
     return tensors[0]
 
 
-def alike(call: str, tensors: Sequence[Any], like: Any = None, sizes: bool = True) -> None:
-    """All of one layout, dtype and (with ``sizes``) shape: that of ``like``, or of the first."""
+def alike(call: str, tensors: Sequence[Any], like: Any = None, sizes: bool = True, other_type: str = "") -> None:
+    """All of one layout, dtype and (with ``sizes``) shape: that of ``like``, or of the first. ``other_type``: the words
+    for another dtype."""
     first = tensors[0] if like is None else like
     for k, tensor in enumerate(tensors):
         if tensor.layout != first.layout:
@@ -63,7 +59,8 @@ def alike(call: str, tensors: Sequence[Any], like: Any = None, sizes: bool = Tru
                 call, f"invalid tensor layout at index {k}", f"tensors[{k}]", tensor.layout, f"{first.layout}"
             )
         if tensor.dtype != first.dtype:
-            raise _refuse(call, f"invalid tensor type at index {k}", f"tensors[{k}]", tensor.dtype, f"{first.dtype}")
+            words = other_type or f"invalid tensor type at index {k}"
+            raise _refuse(call, words, f"tensors[{k}]", tensor.dtype, f"{first.dtype}")
         if sizes and tensor.shape != first.shape:
             raise _refuse(
                 call, f"invalid tensor size at index {k}", f"tensors[{k}]", list(tensor.shape), f"{list(first.shape)}"
@@ -73,13 +70,7 @@ def alike(call: str, tensors: Sequence[Any], like: Any = None, sizes: bool = Tru
 def all_reduce_coalesced(tensors: Sequence[Any]) -> None:
     call = "all_reduce_coalesced"
     non_empty(call, tensors)
-    for k, tensor in enumerate(tensors):
-        if tensor.layout != tensors[0].layout:
-            words = f"invalid tensor layout at index {k}"
-            raise _refuse(call, words, f"tensors[{k}]", tensor.layout, f"{tensors[0].layout}")
-        if tensor.dtype != tensors[0].dtype:
-            words = "tensors must all have the same type"
-            raise _refuse(call, words, f"tensors[{k}]", tensor.dtype, f"{tensors[0].dtype}")
+    alike(call, tensors, sizes=False, other_type="tensors must all have the same type")
     if tensors[0].layout != torch.strided:
         raise _refuse(call, "unsupported layout", "tensors", tensors[0].layout, "dense")
 

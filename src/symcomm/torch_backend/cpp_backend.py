@@ -27,8 +27,6 @@ from symcomm.ops import BY_TORCH_NAME
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.group import TorchGroup
 
-__all__ = ["CppBackend", "WatchedGroup", "install_cpp_backend"]
-
 _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 
 

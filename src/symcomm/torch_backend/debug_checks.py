@@ -15,8 +15,6 @@ from symcomm import errors
 from symcomm.errors import format_ranks
 from symcomm.torch_backend.work import op_type_of
 
-__all__ = ["DebugChecks"]
-
 # Calls in which ranks may pass tensors of different shapes.
 _UNEVEN = {"all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}
 

@@ -30,8 +30,6 @@ from symcomm.types import RedOpType
 if TYPE_CHECKING:
     from symcomm.cuda.group import CudaGroup
 
-__all__ = ["Engines", "device_map"]
-
 
 def device_map(group: Any) -> dict[str, str]:
     """Device type -> backend name, as torch has it for ``group``; empty where torch does not know the group."""

@@ -9,31 +9,19 @@ from symcomm import errors
 from symcomm.group.call_names import HookOpName
 from symcomm.group.interception import Call
 from symcomm.group.process_group import ProcessGroup
+from symcomm.ops import OPS, Op
 from symcomm.torch_backend.work import DoneWork
 
-__all__ = ["TimeEstimates"]
 
-# What a call is to the cost model, and the bytes that count: of its inputs or outputs, once or once for each rank.
-_MODELS = {
-    HookOpName.ALLREDUCE: ("all_reduce", "inputs", False),
-    HookOpName.ALLREDUCE_COALESCED: ("all_reduce", "inputs", False),
-    HookOpName.REDUCE: ("reduce", "inputs", False),
-    HookOpName.REDUCE_SCATTER: ("reduce_scatter", "inputs", False),
-    HookOpName.REDUCE_SCATTER_BASE: ("reduce_scatter", "inputs", False),
-    HookOpName.REDUCE_SCATTER_TENSOR_COALESCED: ("reduce_scatter", "inputs", False),
-    HookOpName.BROADCAST: ("broadcast", "inputs", False),
-    HookOpName.ALLGATHER: ("all_gather", "outputs", False),
-    HookOpName.ALLGATHER_BASE: ("all_gather", "outputs", False),
-    HookOpName.ALLGATHER_COALESCED: ("all_gather", "outputs", False),
-    HookOpName.ALLGATHER_INTO_TENSOR_COALESCED: ("all_gather", "outputs", False),
-    HookOpName.GATHER: ("gather", "inputs", True),
-    HookOpName.SCATTER: ("scatter", "outputs", True),
-    HookOpName.ALLTOALL: ("all_to_all", "inputs", False),
-    HookOpName.ALLTOALL_BASE: ("all_to_all", "inputs", False),
-    HookOpName.BARRIER: ("barrier", "inputs", False),
-    HookOpName.SEND: ("message", "inputs", False),
-    HookOpName.RECV: ("message", "outputs", False),
-}
+def _model(op: Op) -> tuple[str, str, bool]:
+    """What a call is to the cost model, and the bytes that count: of its inputs or outputs, once or for each rank."""
+    if op.name in ("send", "recv", "recv_anysource"):
+        return "message", "inputs" if op.name == "send" else "outputs", False
+    model = op.plan or op.name.removesuffix("_coalesced").removesuffix("_lists")
+    return model, "outputs" if model in ("all_gather", "scatter") else "inputs", model in ("gather", "scatter")
+
+
+_MODELS = {HookOpName[op.hook_name]: _model(op) for op in OPS}
 _COALESCED = (
     HookOpName.ALLREDUCE_COALESCED,
     HookOpName.ALLGATHER_INTO_TENSOR_COALESCED,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
@@ -25,19 +25,11 @@ from symcomm.torch_backend.bootstrap import join_group
 from symcomm.torch_backend.call_hooks import TORCH_CALLS
 from symcomm.torch_backend.checks import single
 from symcomm.torch_backend.engines import Engines
-from symcomm.torch_backend.lifecycle import Lifecycle
 from symcomm.torch_backend.newer_torch import NewerTorch
 from symcomm.torch_backend.options_layout import install
 from symcomm.torch_backend.p2p import exchange
-from symcomm.torch_backend.reconfigure import Reconfigurable
-from symcomm.torch_backend.running import Running
 from symcomm.torch_backend.sparse import all_reduce_sparse
 from symcomm.torch_backend.work import DoneWork
-
-if TYPE_CHECKING:
-    from symcomm.torch_backend.debug_checks import DebugChecks
-
-__all__ = ["TorchGroup"]
 
 Options: Any = Backend.Options
 install()
@@ -52,10 +44,11 @@ def _first(lists: Any) -> Any:
     return lists[0] if lists and isinstance(lists, (list, tuple)) else None
 
 
-class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
+class TorchGroup(NewerTorch, dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
     is_symcomm = True
+    watchers = 0  # torch's hooks, see torch_patches/cpp_hooks.py
 
     def __init__(
         self,
@@ -74,7 +67,6 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
         raises once a rank that others wait for cannot come, where ``global_ranks`` do not say who they are."""
         super().__init__(rank, size)
         self._store = store
-        self._global_ranks = global_ranks
         self.options = options if options is not None else Options("symcomm", timeout)
         self._is_default = bool(label)
         if core is None:
@@ -83,28 +75,15 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
         self._operations_before = core.sequence_number
         self.core = core
         self._name, self._label = name, label
-        self._desc = ""
-        self._coalescing: list[Any] | None = None
-        self._splits = 0
-        self._hook: Any = None
-        self._debug_checks: DebugChecks | None = None
         self.takes_fast_path = not core.spans_hosts
-        self._used_for_symmetric_memory = False
         self._engines = Engines(self)
-        self._map: dict[str, str] = {}
-        self._intercepted = False
+        self._map = {}
         core.interception.add_facade(self, TORCH_CALLS)
         torch_patches.apply(*torch_patches.AT_FIRST_GROUP)
-        self.watchers = 0  # of torch's hooks, see torch_patches/cpp_hooks.py
         if versions.HAS_PYTHON_BACKENDS:
             from symcomm.torch_backend.cpp_backend import install_cpp_backend
 
             install_cpp_backend(self, ["cpu", *self._engines.device_types()])
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
     # --- reductions -------------------------------------------------------------------------------------------
 
@@ -112,7 +91,7 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
         is_plain = op is None and timeout is None
         if is_plain and (work := self._fast_path(_ALL_REDUCE, tensors, tensors, opts)) is not None:
             return work
-        given = sort_out("allreduce", {"tensors": tensors}, opts, op=op, timeout=timeout)
+        given = sort_out("allreduce", [tensors], opts, op=op, timeout=timeout)
         if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
             return lists.all_reduce(self.core, tensors, given.redop, given.seconds)
         tensor = single("all_reduce", tensors, "tensor list")
@@ -122,7 +101,7 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
         return self._call("all_reduce", given, tensor, given.redop)
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
-        given = sort_out("allreduce_coalesced", {"tensors": tensors}, opts)
+        given = sort_out("allreduce_coalesced", [tensors], opts)
         checks.all_reduce_coalesced(tensors)
         return self._call("all_reduce_coalesced", given, once_each(tensors), given.redop, result=tensors)
 
@@ -130,7 +109,7 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
         is_plain = root is None and op is None and timeout is None
         if is_plain and (work := self._fast_path(_REDUCE, tensors, tensors, opts)) is not None:
             return work
-        given = sort_out("reduce", {"tensors": tensors}, opts, root=root, op=op, timeout=timeout)
+        given = sort_out("reduce", [tensors], opts, root=root, op=op, timeout=timeout)
         checks.root_rank("reduce", given.root, self.core.size)
         tensor = single("reduce", tensors, "tensor list")
         checks.root_tensor("reduce", given.options, 1)
@@ -144,18 +123,17 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
         is_plain = op is None and timeout is None
         if is_plain and (work := self._fast_path(_REDUCE_SCATTER, pieces, output, opts)) is not None:
             return work
-        tensors = {"output_tensors": output_tensors, "input_tensors": input_tensors}
-        given = sort_out("reduce_scatter", tensors, opts, op=op, timeout=timeout)
+        given = sort_out("reduce_scatter", (output_tensors, input_tensors), opts, op=op, timeout=timeout)
         return self._call("reduce_scatter", given, output, pieces, given.redop)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         if (work := self._fast_path(_REDUCE_SCATTER_SINGLE, input, output, opts)) is not None:
             return work
-        given = sort_out("reduce_scatter_single", {"output": output, "input": input}, opts)
+        given = sort_out("reduce_scatter_single", (output, input), opts)
         return self._call("reduce_scatter_single", given, output, input, given.redop)
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        given = sort_out("reduce_scatter_single_coalesced", {"outputs": outputs, "inputs": inputs}, opts)
+        given = sort_out("reduce_scatter_single_coalesced", (outputs, inputs), opts)
         return self._call("reduce_scatter_coalesced", given, outputs, inputs, given.redop)
 
     # --- copies -----------------------------------------------------------------------------------------------
@@ -164,7 +142,7 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
         is_plain = root is None and timeout is None
         if is_plain and (work := self._fast_path(_BROADCAST, tensors, tensors, opts)) is not None:
             return work
-        given = sort_out("broadcast", {"tensors": tensors}, opts, root=root, timeout=timeout)
+        given = sort_out("broadcast", [tensors], opts, root=root, timeout=timeout)
         if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
             return lists.broadcast(self.core, tensors, given.root, given.options, given.seconds)
         tensor = single("broadcast", tensors, "tensor list")
@@ -177,8 +155,7 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
             work = self._fast_path(_ALL_GATHER, input_tensors, output_tensors[0], opts)
             if work is not None:
                 return work
-        tensors = {"output_tensors": output_tensors, "input_tensors": input_tensors}
-        given = sort_out("allgather", tensors, opts, timeout=timeout)
+        given = sort_out("allgather", (output_tensors, input_tensors), opts, timeout=timeout)
         inputs = input_tensors if isinstance(input_tensors, (list, tuple)) else [input_tensors]
         outputs = checks.all_gather_lists(output_tensors, inputs, self.core.size)
         if len(inputs) > 1:
@@ -190,15 +167,15 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         if (work := self._fast_path(_ALL_GATHER_SINGLE, input, output, opts)) is not None:
             return work
-        given = sort_out("all_gather_single", {"output": output, "input": input}, opts)
+        given = sort_out("all_gather_single", (output, input), opts)
         return self._call("all_gather_single", given, output, input)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        given = sort_out("all_gather_single_coalesced", {"outputs": outputs, "inputs": inputs}, opts)
+        given = sort_out("all_gather_single_coalesced", (outputs, inputs), opts)
         return self._call("all_gather_coalesced", given, outputs, inputs)
 
     def allgather_coalesced(self, output_lists: Sequence[Any], input_list: Sequence[Any], opts: Any = None) -> Any:
-        given = sort_out("allgather_coalesced", {"output_lists": output_lists, "input_list": input_list}, opts)
+        given = sort_out("allgather_coalesced", (output_lists, input_list), opts)
         checks.all_gather_coalesced(output_lists, input_list, self.core.size)
         return self._call("all_gather_lists", given, output_lists, input_list)
 
@@ -208,14 +185,12 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
         is_plain = root is None and timeout is None
         if is_plain and (work := self._fast_path(_GATHER, input_tensors, _first(output_tensors), opts)) is not None:
             return work
-        tensors = {"output_tensors": output_tensors, "input_tensors": input_tensors}
-        given = sort_out("gather", tensors, opts, root=root, timeout=timeout)
+        given = sort_out("gather", (output_tensors, input_tensors), opts, root=root, timeout=timeout)
         places, tensor = checks.gather(output_tensors, input_tensors, given.root, self.core.rank, self.core.size)
         return self._call("gather", given, places or None, tensor, given.root)
 
     def gather_single(self, output: Any, input: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        tensors = {"output": output, "input": input}
-        given = sort_out("gather_single", tensors, opts, root=root, timeout=timeout)
+        given = sort_out("gather_single", (output, input), opts, root=root, timeout=timeout)
         target = output if self.core.rank == given.root else None  # torch's callers pass an empty tensor elsewhere
         is_plain = root is None and timeout is None and opts is given.options
         if is_plain and (work := self._fast_path(_GATHER_SINGLE, input, target, opts)) is not None:
@@ -229,13 +204,12 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
         is_plain = root is None and timeout is None
         if is_plain and (work := self._fast_path(_SCATTER, _first(input_tensors), output_tensors, opts)) is not None:
             return work
-        tensors = {"output_tensors": output_tensors, "input_tensors": input_tensors}
-        given = sort_out("scatter", tensors, opts, root=root, timeout=timeout)
+        given = sort_out("scatter", (output_tensors, input_tensors), opts, root=root, timeout=timeout)
         tensor, pieces = checks.scatter(output_tensors, input_tensors, given.root, self.core.rank, self.core.size)
         return self._call("scatter", given, tensor, pieces or None, given.root)
 
     def alltoall(self, output_tensors: Sequence[Any], input_tensors: Sequence[Any], opts: Any = None) -> Any:
-        given = sort_out("alltoall", {"output_tensors": output_tensors, "input_tensors": input_tensors}, opts)
+        given = sort_out("alltoall", (output_tensors, input_tensors), opts)
         checks.all_to_all(output_tensors, input_tensors, self.core.size)
         return self._call("all_to_all", given, list(output_tensors), list(input_tensors))
 
@@ -247,8 +221,9 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
             work = self._fast_path(_ALL_TO_ALL_SINGLE, input, output, opts)
             if work is not None:
                 return work
-        splits = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
-        given = sort_out("all_to_all_single", {"output": output, "input": input, **splits}, opts, timeout=timeout)
+        given = sort_out(
+            "all_to_all_single", (output, input, output_split_sizes, input_split_sizes), opts, timeout=timeout
+        )
         args = (output, input, list(output_split_sizes), list(input_split_sizes))
         checks.splits(*args, self.core.size)
         return self._call("all_to_all_single", given, *args)
@@ -275,7 +250,7 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         if timeout is None and (work := self._fast_path(_BARRIER, None, None, opts)) is not None:
             return work
-        return self._call("barrier", sort_out("barrier", {}, opts, timeout=timeout))
+        return self._call("barrier", sort_out("barrier", (), opts, timeout=timeout))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Ours, with messages that begin with the text that scripts written for Gloo look for."""
@@ -297,8 +272,8 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
             raise errors.DeadlineError(f"{said}. {error}", error.missing) from error
 
     # Other names for the same: those of torch 2.10 to 2.12, and those that C++ looks up.
-    _start_coalescing = Running.start_coalescing
-    _end_coalescing = Running.end_coalescing
+    _start_coalescing = NewerTorch.start_coalescing
+    _end_coalescing = NewerTorch.end_coalescing
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,9 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.store.lease import root_of
 from symcomm.torch_backend import checks, values
 from symcomm.torch_backend.arguments import seconds_of
-from symcomm.torch_backend.engines import Engines, device_map
+from symcomm.torch_backend.engines import device_map
+from symcomm.torch_backend.reconfigure import Reconfigurable
 from symcomm.torch_backend.work import WorkInfo
-
-if TYPE_CHECKING:
-    from symcomm.torch_backend.debug_checks import DebugChecks
-
-__all__ = ["Lifecycle", "await_previous_group"]
-
 
 LAG = 10.0  # seconds that the others get to leave a group before this rank makes the next one
 MERGE_FAILED = "symcomm/merge/failed"  # a key; another attempt uses another store
@@ -53,26 +48,61 @@ def _check_merge(store: Any, watch: Callable[[], None] | None) -> None:
         raise errors.RankFailedError(f"Another group that was to merge failed: {why.decode(errors='replace')}", [])
 
 
-class Lifecycle:
+class GroupFacts:
+    """Mixed into groups that torch asks for their name and store, and for a hook that is told of what has ended."""
+
+    _store: Any
+    _name = _desc = ""
+    _hook: Any = None
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = values.text("_set_group_name", name)
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = values.text("_set_group_desc", desc)
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
+        """``hook(WorkInfo)`` is called when an operation of this group has ended, in whichever thread noticed it."""
+        call = "_register_on_completion_hook"
+        if not callable(hook):
+            raise errors.wrong_type(call, "hook", hook, "a function of one argument")
+        if self._hook is not None:
+            raise errors.CallerError(f"{call}: a hook is registered already.")
+        self._hook = hook
+
+    def _has_hooks(self) -> bool:
+        return self._hook is not None
+
+    def _enable_collectives_timing(self) -> None:
+        """Nothing to enable: times are always recorded."""
+
+
+class Lifecycle(GroupFacts, Reconfigurable):
     """Mixed into TorchGroup, which has the collectives."""
 
-    core: ProcessGroup
     options: Any
-    _store: Any
-    _name: str
     _label: str
-    _desc: str
-    _splits: int
-    _operations_before: int
-    _hook: Any
-    _debug_checks: DebugChecks | None
-    _engines: Engines
     _map: dict[str, str]
-    _used_for_symmetric_memory: bool
-    _set_plain: Callable[[], None]
     _is_default: bool
-    _members: Any
-    _end_membership: Callable[[], None]
+    _splits = 0
+    _used_for_symmetric_memory = False
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -221,25 +251,12 @@ class Lifecycle:
     def getSize(self) -> int:
         return self.core.size
 
-    def getGroupName(self) -> str:
-        return self._name
-
     def setGroupName(self, name: str) -> None:
-        self._name = values.text("_set_group_name", name)
+        super().setGroupName(name)
         if not self._label:
             self.core.name = name
 
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._desc = values.text("_set_group_desc", desc)
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    def get_group_store(self) -> Any:
-        return self._store
+    _set_group_name = setGroupName
 
     def _get_sequence_number_for_group(self) -> int:
         return self.core.sequence_number - self._operations_before
@@ -301,16 +318,8 @@ class Lifecycle:
             work.wait()
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
-        """``hook(WorkInfo)`` is called when a collective has ended, in whichever thread noticed it."""
-        if not callable(hook):
-            raise errors.bad_argument("_register_on_completion_hook", "hook", hook, "a function of one argument")
-        if self._hook is not None:
-            raise errors.CallerError("_register_on_completion_hook: a hook is registered already.")
-        self._hook = hook
+        super()._register_on_completion_hook(hook)
         self._set_plain()
-
-    def _has_hooks(self) -> bool:
-        return self._hook is not None
 
     @property
     def mem_allocator(self) -> Any:
@@ -329,9 +338,6 @@ class Lifecycle:
     use_pg_for_symm_mem_rendezvous = property(
         lambda self: self._used_for_symmetric_memory, lambda self, value: self.setUsePgForSymmMemRendezvous(value)
     )
-
-    def _enable_collectives_timing(self) -> None:
-        """Nothing to enable: times are always recorded."""
 
     def eager_connect_single_device(self, device: Any = None) -> None:
         """Nothing to do: ranks are connected once the group exists."""

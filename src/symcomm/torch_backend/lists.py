@@ -18,8 +18,6 @@ from symcomm.torch_backend.sparse import all_reduce_sparse
 from symcomm.torch_backend.work import DoneWork
 from symcomm.types import RedOpType
 
-__all__ = ["all_gather", "all_reduce", "broadcast"]
-
 _COMBINE = {
     RedOpType.SUM: torch.add,
     RedOpType.AVG: torch.add,

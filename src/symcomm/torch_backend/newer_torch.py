@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
-from symcomm.group.process_group import ProcessGroup
 from symcomm.torch_backend.call_hooks import HookRegistration
 from symcomm.torch_backend.estimate import TimeEstimates
+from symcomm.torch_backend.lifecycle import Lifecycle
 
-__all__ = ["NewerTorch"]
 
-
-class NewerTorch(HookRegistration, TimeEstimates):
+class NewerTorch(HookRegistration, TimeEstimates, Lifecycle):
     """Mixed into TorchGroup."""
 
-    core: ProcessGroup
-    split_group: Callable[..., Any]
-    getGroupName: Callable[[], str]
-    merge_check: Callable[[Any], Any]
     _group_uid = ""
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any = None) -> Any:

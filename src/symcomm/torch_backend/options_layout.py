@@ -23,8 +23,6 @@ from symcomm.torch_backend.arguments import redop_of, root_of
 from symcomm.torch_backend.profile import is_profiling
 from symcomm.types import RedOpType
 
-__all__ = ["ASYNC", "LONG", "UNKNOWN", "install", "read_options"]
-
 LONG, UNKNOWN, ASYNC = native.OPTIONS_SLOW, native.OPTIONS_UNKNOWN, native.OPTIONS_ASYNC
 
 # asyncOp, timeout in ms (-1: not set), number of reduceOp, rootRank: no field behaves as another.

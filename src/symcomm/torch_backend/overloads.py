@@ -8,7 +8,7 @@ by their *slot*, the name of the parameter in TorchGroup's method of that name. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import ReduceOp
 
 from symcomm.errors import WrongTypeError, wrong_type
 from symcomm.types import ReduceOp as OwnReduceOp
-
-__all__ = ["CALLS", "check", "fit", "has_options", "options_of", "positional", "slots_of"]
 
 _PLAIN = ("opts", "root", "op", "timeout")
 # Singular names that a call's tensors have in some of its forms; those it writes to or has once, then those it reads.
@@ -149,13 +147,13 @@ def _tensor_kinds(call: str) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def has_options(call: str, given: Mapping[str, Any], opts: Any) -> bool:
+def has_options(call: str, given: Sequence[Any], opts: Any) -> bool:
     """Whether the call is one with options, as torch's functions make it: ``check`` takes it, and takes longer.
 
     A tensor that is not in a list is taken as well: the core does not look whether it was."""
     if type(opts).__name__ != options_of(call):
         return False
-    values = zip(_tensor_kinds(call), given.values(), strict=True)
+    values = zip(_tensor_kinds(call), given, strict=True)
     return all(any(_is(kind, value) for kind in kinds) for kinds, value in values)
 
 

@@ -18,8 +18,6 @@ from symcomm.torch_backend.checks import single
 from symcomm.torch_backend.profile import is_profiling
 from symcomm.torch_backend.work import Received, done, late
 
-__all__ = ["exchange"]
-
 _SEND, _RECV = (inspect.unwrap(call).__code__ for call in (dist.send, dist.recv))
 
 

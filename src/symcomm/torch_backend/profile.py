@@ -20,8 +20,6 @@ import torch
 from torch._C._autograd import _record_function_with_args_enter
 from torch._C._profiler import _RecordFunctionFast
 
-__all__ = ["Span", "describe", "is_profiling"]
-
 is_profiling = torch.autograd._profiler_enabled
 
 

@@ -7,7 +7,6 @@ core of a TorchGroup: the object stays, and with it what torch knows of the grou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,13 +17,11 @@ from symcomm.group.interception import Interception
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.call_hooks import TORCH_CALLS
 from symcomm.torch_backend.engines import Engines
+from symcomm.torch_backend.running import Running
 from symcomm.torch_backend.work import DoneWork
 
 if TYPE_CHECKING:
     from symcomm.group.reconfigure import ReconfigurableGroup
-    from symcomm.torch_backend.debug_checks import DebugChecks
-
-__all__ = ["EmptyCore", "Reconfigurable", "wants_reconfigure"]
 
 
 def wants_reconfigure(options: Any, backend_options: Any) -> bool:
@@ -60,21 +57,13 @@ class EmptyCore(HookCalls):
         return getattr(self.members.current, name)  # which says that there is none
 
 
-class Reconfigurable:
+class Reconfigurable(Running):
     """Mixed into TorchGroup."""
 
-    core: Any
+    supports_reconfigure = True
     _store: Any
-    _engines: Engines
-    _coalescing: list[Any] | None
-    _debug_checks: DebugChecks | None
-    _operations_before: int
-    _set_plain: Callable[[], None]
-    enable_debug_checks: Callable[[], None]
     _first_store: Any = None
     _members: ReconfigurableGroup | None = None
-
-    supports_reconfigure = True
 
     def _membership(self) -> ReconfigurableGroup:
         """A group that was made with its members can be reconfigured as well."""

@@ -8,8 +8,6 @@ import torch._C._distributed_c10d as torch_c10d
 
 from symcomm.types import RedOpType, ReduceOp
 
-__all__ = ["redop_for_torch"]
-
 
 def redop_for_torch(op: Any) -> Any:
     """One of our operations, with its factor, as PyTorch's."""

@@ -12,8 +12,6 @@ import os
 import warnings
 from typing import Any
 
-__all__ = ["autoload", "register"]
-
 _REPLACES = "replace_gloo"
 
 

@@ -25,8 +25,6 @@ from symcomm.torch_backend.work import AllOf, DoneWork, TorchWork, WorkInfo, don
 if TYPE_CHECKING:
     from symcomm.torch_backend.debug_checks import DebugChecks
 
-__all__ = ["Running"]
-
 # Torch has one name for two operations of ours.
 _TORCH_NAMES = {"all_to_all_single": "all_to_all", "all_gather_lists": "all_gather_coalesced"}
 SMALL = 4096  # elements; an operation of that size takes about as long as handing it to a thread
@@ -56,11 +54,11 @@ class Running:
     _name: str
     _desc: str
     _operations_before: int
-    _coalescing: list[Any] | None
-    _hook: Any
-    _debug_checks: DebugChecks | None
     _engines: Engines
-    _intercepted: bool
+    _coalescing: list[Any] | None = None  # works since start_coalescing()
+    _hook: Any = None
+    _debug_checks: DebugChecks | None = None
+    _intercepted = False
 
     def _call(self, name: str, given: Given, *args: Any, result: Sequence[Any] | None = None) -> Any:
         """Run our collective of that name and wrap its work for torch. Tensors of other devices go to their engine."""

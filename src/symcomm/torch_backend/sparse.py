@@ -9,8 +9,6 @@ import torch
 from symcomm import errors
 from symcomm.types import RedOpType
 
-__all__ = ["all_reduce_sparse"]
-
 
 def all_reduce_sparse(core: Any, tensor: Any, redop: RedOpType, timeout: float | None) -> Any:
     """``tensor`` becomes the sum over all ranks, and is returned."""

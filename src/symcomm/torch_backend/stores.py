@@ -17,8 +17,6 @@ from symcomm.errors import wrong_type
 from symcomm.group.torch_layout import places_of, pointed_to
 from symcomm.store import Store
 
-__all__ = ["KeptWhileInCpp", "as_torch_store", "take_back"]
-
 _AT = object.__basicsize__  # a pointer to the C++ half follows Python's object header
 _kept: list[Any] = []  # nobody in Python holds these any more, but C++ does
 

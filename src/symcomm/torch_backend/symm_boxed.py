@@ -15,27 +15,17 @@ import torch
 from symcomm.symm_mem.handle import SymmetricMemory
 from symcomm.symm_mem.install import get_elements, meet, put_and_signal
 
-__all__ = ["BOXED", "replace"]
-
-
-def _barrier(symm: SymmetricMemory) -> None:
-    symm.barrier()
-
 
 def _get_out(dst: Any, hdl: SymmetricMemory, offset: int, size: int, peer: int) -> None:
     get_elements(dst.view(-1)[:size], hdl, peer, offset)
 
 
-def _wait_signal(hdl: SymmetricMemory, peer: int) -> None:
-    hdl.wait_signal(peer)
-
-
 BOXED: dict[str, Callable[..., Any]] = {
-    "_barrier": _barrier,
+    "_barrier": lambda symm: symm.barrier(),
     "_rendezvous": meet,
     "nccl_get_out": _get_out,
     "nccl_put_signal": put_and_signal,
-    "nccl_wait_signal": _wait_signal,
+    "nccl_wait_signal": lambda hdl, peer: hdl.wait_signal(peer),
     "nvshmem_get_out": _get_out,
 }
 

@@ -17,8 +17,6 @@ import torch
 
 from symcomm import errors
 
-__all__ = ["register"]
-
 _WRITE = ("one_shot_all_reduce_out", "two_shot_all_reduce_", "two_shot_all_reduce_out")
 
 

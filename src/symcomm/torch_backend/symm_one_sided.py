@@ -16,11 +16,6 @@ from symcomm.symm_mem.allocate import find_memory
 from symcomm.symm_mem.groups import look_up
 from symcomm.symm_mem.handle import SymmetricMemory, find_meeting, rendezvous
 
-__all__ = [
-    "async_input_mm", "get", "get_remote_tensors", "memcpy_to_multicast", "nccl_put_with_signal",
-    "nccl_wait_for_signal", "nvshmem_put_with_signal", "nvshmem_wait_for_signal", "put",
-]  # fmt: skip
-
 MOST_PAUSE = 1e-3  # seconds between looks at a word that does not come soon
 
 

@@ -18,8 +18,6 @@ from symcomm.symm_mem import words
 from symcomm.torch_backend import symm_boxed, symm_functional, symm_one_sided, symm_reduce, symm_shuffle
 from symcomm.torch_backend.torch_patches.when_imported import close_comm_buffers, open_comm_buffers
 
-__all__ = ["IMPLEMENTED", "NEEDS_MULTICAST", "register", "unregister"]
-
 IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "_async_input_mm": symm_one_sided.async_input_mm,
     "_low_contention_all_gather": symm_reduce.low_contention_all_gather,

@@ -17,15 +17,6 @@ from symcomm import errors
 from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem.groups import find_group
 
-__all__ = [
-    "check_dim", "check_divisible", "check_like", "fused_all_gather_matmul", "fused_all_gather_scaled_matmul",
-    "fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter", "gathered", "low_contention_all_gather",
-    "low_contention_all_gather_multicast", "low_contention_all_gather_out", "low_contention_reduce_scatter",
-    "multi_root_tile_reduce", "nccl_reduce_scatter_offset", "one_shot_all_reduce", "one_shot_all_reduce_copy",
-    "one_shot_all_reduce_copy_out", "one_shot_all_reduce_out", "pays_in_pieces", "reduce_scatter_out", "tile_reduce",
-    "two_shot_all_reduce_", "two_shot_all_reduce_out",
-]  # fmt: skip
-
 PIECES_FROM = 1 << 20  # bytes of a collective below which handing it to another thread costs more than it hides
 
 

@@ -8,14 +8,10 @@ import torch
 from torch import Tensor
 
 from symcomm import errors
+from symcomm.collectives.chunks import starts_of
 from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem.groups import find_group
 from symcomm.torch_backend.symm_reduce import check_dim, check_divisible, check_like, gathered
-
-__all__ = [
-    "all_to_all_vdev", "all_to_all_vdev_2d", "all_to_all_vdev_2d_offset", "nccl_all_to_all_nd", "nvshmem_all_to_all",
-    "nvshmem_broadcast",
-]  # fmt: skip
 
 
 def nvshmem_all_to_all(input: Tensor, out: Tensor, group_name: str) -> Tensor:
@@ -66,15 +62,6 @@ def _report(out_splits_offsets: Tensor, splits: Sequence[int], offsets: Sequence
     out_splits_offsets.copy_(torch.tensor([splits, offsets], dtype=out_splits_offsets.dtype))
 
 
-def _running(sizes: Sequence[int]) -> list[int]:
-    """Where each of these begins when they lie one after the other."""
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += size
-    return starts
-
-
 def all_to_all_vdev(input: Tensor, out: Tensor, in_splits: Tensor, out_splits_offsets: Tensor, group_name: str) -> None:
     """Rows ``in_splits[k]`` go to rank k. Row 0 of ``out_splits_offsets``: how many came from whom; row 1: where to."""
     call = "all_to_all_vdev"
@@ -84,7 +71,7 @@ def all_to_all_vdev(input: Tensor, out: Tensor, in_splits: Tensor, out_splits_of
     _check_room(call, "input", [sum(row) for row in matrix], input)
     _check_room(call, "out", [sum(row[r] for row in matrix) for r in range(group.size)], out)
     group.all_to_all_single(out[: sum(got)], input[: sum(sent)], got, sent)
-    _report(out_splits_offsets, got, _running(got))
+    _report(out_splits_offsets, got, starts_of(got))
 
 
 def all_to_all_vdev_2d(
@@ -133,7 +120,7 @@ def _by_expert(matrix: list[list[int]], rank: int, experts: int, align: int) -> 
     for expert in range(experts):
         sizes = [row[rank * experts + expert] for row in matrix]
         splits += sizes
-        offsets += [start + before for before in _running(sizes)]
+        offsets += [start + before for before in starts_of(sizes)]
         start += max(-(-sum(sizes) // align), 1) * align
     return splits, offsets
 
@@ -158,4 +145,4 @@ def all_to_all_vdev_2d_offset(
     splits = [size for rank in range(group.size) for size in from_rank(rank, group.rank)]
     got = [sum(from_rank(rank, group.rank)) for rank in range(group.size)]
     group.all_to_all_single(out[: sum(got)], packed, got, sent)
-    _report(out_splits_offsets, splits, _running(splits))
+    _report(out_splits_offsets, splits, starts_of(splits))

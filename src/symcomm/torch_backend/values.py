@@ -15,11 +15,6 @@ import torch
 from symcomm.errors import wrong_type
 from symcomm.types import RedOpType
 
-__all__ = [
-    "device", "duration", "flag", "flags", "integer", "mapping", "optional", "ranks", "short", "tensor", "tensors",
-    "text", "timeout_of",
-]  # fmt: skip
-
 
 def duration(name: str, value: Any) -> timedelta:
     """A timedelta, or seconds as a float."""

@@ -20,13 +20,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from symcomm.torch_versions import NEWEST, release
 
-__all__ = [
-    "ACCEPTS_IN_FLIGHT_INPUTS", "HAS_CUDA", "SPLIT_KEEPS_ORDER", "HAS_PYTHON_BACKENDS", "all_gather_single",
-    "arguments_unknown_to", "dist2_factories", "functional_operators", "hook_classes", "looked_up_by_cpp",
-    "method_of_group", "op_type", "present", "warn_if_untested",
-]  # fmt: skip
-
-
 # A Python class can be a real Backend (since 2.14); before that Backend has no constructor that Python could call.
 HAS_PYTHON_BACKENDS = "rank" in (torch_c10d.Backend.__init__.__doc__ or "")
 

@@ -10,8 +10,6 @@ from symcomm.torch_backend.work import TorchWork, done
 from symcomm.windows.options import WindowAttr
 from symcomm.windows.window import Window, new_window
 
-__all__ = ["TorchWindow", "new_torch_window"]
-
 
 class TorchWindow(Window):
     """What ``TorchGroup.new_window()`` gives. torch 2.15's own Window has no constructor that a class could use."""

@@ -22,8 +22,6 @@ from symcomm import errors
 from symcomm.ops import OPS
 from symcomm.torch_backend import versions
 
-__all__ = ["AllOf", "DoneWork", "Received", "TorchWork", "WorkInfo", "done", "late", "op_type_of", "warns_of_old_calls"]
-
 WorkClass = TypeVar("WorkClass", bound=type)
 OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
 # Torch's word for our calls, and for the two that it knows by a name of its own.
@@ -277,7 +275,8 @@ class TorchWork(_OwnWork):
 
     def get_future(self) -> Any:
         if self._call == "all_gather" and sys._getframe(1).f_code.co_filename.endswith(_WANTS_STACKED):
-            return self._stacked()
+            # torch's quantization hooks take NCCL's form for granted: all outputs in one tensor. Others want a list.
+            return self.get_future().then(lambda future: [torch.stack(future.value())])
         if self._future is None:
             devices = cuda_devices(self._tensors)
             ended: Any = torch.futures.Future(devices=devices)
@@ -294,10 +293,6 @@ class TorchWork(_OwnWork):
             ended.set_result([] if self.inner._error is not None else self._tensors)
 
     getFuture = get_future
-
-    def _stacked(self) -> Any:
-        """torch's quantization hooks take NCCL's form for granted: all outputs in one tensor. Others want a list."""
-        return self.get_future().then(lambda future: [torch.stack(future.value())])
 
     def _outcome(self, _: Any) -> list[Any]:
         error = self.inner.exception()

@@ -6,31 +6,27 @@ it; whoever waits has its stream wait until the word has come so far. Nothing on
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.driver import driver
 from symcomm.cuda.group import CudaGroup, device_group
-from symcomm.cuda.pool import RawMemory, hold, opened, pool_of, storage_over
+from symcomm.cuda.pool import RawMemory, hold, opened_pieces, pool_of, storage_over
 from symcomm.cuda.watchdog import Outstanding
 from symcomm.cuda.work import CudaWork
 from symcomm.group.buffers import torch_dtypes
-from symcomm.group.failure import explain_peer
-from symcomm.group.segments import Segment, Shortcut
-from symcomm.symm_mem.on_gpu import find_piece
+from symcomm.group.segments import Segment
+from symcomm.symm_mem.on_gpu import find_piece, using
 from symcomm.types import DType
-from symcomm.windows.memory import no_shortcut
+from symcomm.windows.memory import AnyMemory
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["CudaMemory"]
 
 WORD = 4  # bytes
 
@@ -50,7 +46,7 @@ def _part(departure: Departure, pieces: Any) -> None:
     hold(pieces, departure.is_left_alone)
 
 
-class CudaMemory:
+class CudaMemory(AnyMemory):
     """One window's memory on the GPUs of all ranks of a ProcessGroup."""
 
     def __init__(self, group: Any, tensor: torch.Tensor):
@@ -79,7 +75,6 @@ class CudaMemory:
             "offset": tensor.data_ptr() - self._piece.block.address if piece else self._piece.offset,
             "words_handle": self.words.block.handle.hex(), "words": self.words.offset, "host": self._host.info,
         }  # fmt: skip
-        self.infos: Sequence[dict[str, Any]] = []
         self._sent: Counter[int] = Counter()  # signals, by target
         self._awaited: Counter[int] = Counter()  # and by sender
         self._signalled: dict[int, tuple[Any, Any]] = {}  # by target: the last signal's stream, and its event
@@ -95,16 +90,9 @@ class CudaMemory:
         self._gpu.failures.watchdog.wake()
         self._part = weakref.finalize(self, _part, self._departure, (self._piece, self.words))
         self._part.atexit = False
-        with self._using():
-            self._addresses = [
-                opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(infos)
-            ]
-            self._word_addresses = [
-                opened(bytes.fromhex(c["words_handle"]), f"rank {r}") + c["words"] for r, c in enumerate(infos)
-            ]
-
-    def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
-        return no_shortcut, no_shortcut, no_shortcut
+        with using(self.device):
+            self._addresses = opened_pieces(infos)
+            self._word_addresses = opened_pieces(infos, "words_handle", "words")
 
     def check_usable(self, call: str) -> None:
         """Also raises what was found while the GPU waited, to the first who asks."""
@@ -120,18 +108,6 @@ class CudaMemory:
     def end(self) -> None:
         """Unless ``close`` succeeded, peers may have puts in their streams: the memory is held until they left."""
         self._part()
-
-    def is_mapped(self, rank: int) -> bool:
-        return True
-
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """The driver's calls are about our device."""
-        import torch
-
-        with torch.cuda.device(self.device):
-            driver().enter(self.device.index)
-            yield
 
     # --- puts -------------------------------------------------------------------------------------------------
 
@@ -153,7 +129,7 @@ class CudaMemory:
             return status
         stream = torch.cuda.current_stream(self.device)
         size = source.dtype.itemsize
-        with self._using():
+        with using(self.device):
             if source.count:
                 target = self._addresses[rank] + offset * size
                 driver().copy(target, source.tensor.data_ptr(), source.count * size, stream.cuda_stream)
@@ -162,16 +138,8 @@ class CudaMemory:
         self._departure.touch(ended)
         return 0
 
-    def tensor_of(self, rank: int, keeps: Any) -> torch.Tensor:
-        """A tensor over a rank's memory, with its shape and dtype."""
-        import torch
-
-        info = self.infos[rank]
-        dtype = DType(info["dtype"])
-        raw = RawMemory(self._addresses[rank], max(info["count"] * dtype.itemsize, 1), (self, keeps))
-        strides = torch._prims_common.make_contiguous_strides_for(info["shape"])
-        whole = torch.empty(0, dtype=getattr(torch, dtype.label), device=self.device)
-        return whole.set_(storage_over(raw, self.device.index), 0, tuple(info["shape"]), strides)
+    def _storage_of(self, rank: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
+        return storage_over(RawMemory(self._addresses[rank], nbytes, (self, keeps)), self.device.index)
 
     # --- signals ----------------------------------------------------------------------------------------------
 
@@ -183,7 +151,7 @@ class CudaMemory:
             return status
         stream = torch.cuda.current_stream(self.device)
         self._sent[rank] += 1
-        with self._using():
+        with using(self.device):
             before, sent = self._signalled.get(rank, (stream, None))
             if before != stream:  # counts must not go back
                 stream.wait_event(sent)
@@ -202,7 +170,7 @@ class CudaMemory:
         stream = self._side(rank) if async_op else torch.cuda.current_stream(self.device)
         self._awaited[rank] += 1
         address, count = self._word_addresses[self.group.rank] + WORD * rank, self._awaited[rank] & 0xFFFFFFFF
-        with self._using():
+        with using(self.device):
             driver().wait(stream.cuda_stream, address, count)
             passed = torch.cuda.Event()
             passed.record(stream)
@@ -230,6 +198,3 @@ class CudaMemory:
         if rank not in self._sides:
             self._sides[rank] = torch.cuda.Stream(self.device)
         return self._sides[rank]
-
-    def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
-        return explain_peer(self.group, what, status, peer, seconds)

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["HostsMemory"]
-
 KIND = "window"  # of our messages
 FRAME = 1 << 20  # bytes of a put that travel at once
 BACKLOG = 4 << 20  # bytes that may wait for a slow connection before a put waits with the rest

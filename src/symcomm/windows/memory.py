@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from symcomm.windows.works import SignalWork
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["HostMemory", "no_shortcut"]
 
 
 def no_shortcut(*_: Any) -> int | None:
@@ -42,8 +41,41 @@ def _place(group: Any, tensor: torch.Tensor) -> None:
             raise errors.bad_argument("tensor_register", "tensor", "memory of another rank", "this rank's own", fix)
 
 
-class HostMemory:
-    """One window's memory on all ranks of a ProcessGroup."""
+class AnyMemory:
+    """One window's memory on all ranks of a ProcessGroup, wherever it lies. ``infos``: what each said of its own."""
+
+    group: Any
+    device: Any
+    infos: Sequence[dict[str, Any]] = ()
+
+    def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
+        """put, signal and wait_signal for arguments that need no look; the last one until a wait is asynchronous."""
+        return no_shortcut, no_shortcut, no_shortcut
+
+    def is_mapped(self, rank: int) -> bool:
+        return True
+
+    def tensor_of(self, rank: int, keeps: Any) -> torch.Tensor:
+        """A tensor over a rank's memory, with its shape and dtype; it holds ``keeps``."""
+        import torch
+
+        info = self.infos[rank]
+        dtype, shape = DType(info["dtype"]), tuple(info["shape"])
+        storage = self._storage_of(rank, max(info["count"] * dtype.itemsize, 1), keeps)
+        strides = torch._prims_common.make_contiguous_strides_for(shape)
+        return torch.empty(0, dtype=getattr(torch, dtype.label), device=self.device).set_(storage, 0, shape, strides)
+
+    @abstractmethod
+    def _storage_of(self, rank: int, nbytes: int, keeps: Any) -> torch.UntypedStorage: ...
+
+    def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
+        return explain_peer(self.group, what, status, peer, seconds)
+
+
+class HostMemory(AnyMemory):
+    """In this host's memory."""
+
+    device = "cpu"
 
     def __init__(self, group: Any, tensor: torch.Tensor):
         self.group = group
@@ -53,7 +85,6 @@ class HostMemory:
         self.words = self._segment.words
         self._last: dict[int, SignalWork] = {}  # by rank: the last asynchronous wait for its signals
         self.info = {"device": "cpu", "shape": list(tensor.shape), **self._segment.info}
-        self.infos: Sequence[dict[str, Any]] = []
 
     def _local_group(self) -> Any:
         """The ProcessGroup of this host."""
@@ -64,7 +95,6 @@ class HostMemory:
         self._segment.connect(infos)
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
-        """put, signal and wait_signal for arguments that need no look; the last one until a wait is asynchronous."""
         return self._segment.shortcuts()
 
     def check_usable(self, call: str) -> None:
@@ -77,9 +107,6 @@ class HostMemory:
     def end(self) -> None:
         """Called once, in the end, whether ``close`` succeeded or not."""
 
-    def is_mapped(self, rank: int) -> bool:
-        return True
-
     # --- puts -------------------------------------------------------------------------------------------------
 
     def source(self, tensor: Any) -> Buffer:
@@ -89,17 +116,10 @@ class HostMemory:
         """Arguments are fine."""
         return self._segment.write(rank, offset * source.dtype.itemsize, source.address, source.nbytes)
 
-    def tensor_of(self, rank: int, keeps: Any) -> torch.Tensor:
-        """A tensor over a rank's memory, with its shape and dtype; it holds ``keeps``."""
-        import torch
-
-        info = self.infos[rank]
-        dtype = DType(info["dtype"])
-        part: Any = bytes_type(max(info["count"] * dtype.itemsize, 1)).from_address(self._address_of(rank))
+    def _storage_of(self, rank: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
+        part: Any = bytes_type(nbytes).from_address(self._address_of(rank))
         part.keeps = (self._segment, keeps)
-        strides = torch._prims_common.make_contiguous_strides_for(info["shape"])
-        whole = torch.empty(0, dtype=getattr(torch, dtype.label), device="cpu")
-        return whole.set_(storage_over(part), 0, tuple(info["shape"]), strides)
+        return storage_over(part)
 
     def _address_of(self, rank: int) -> int:
         return self._segment.address_of(rank)
@@ -128,6 +148,3 @@ class HostMemory:
 
     def take(self, peer: int, timeout_ns: int) -> int:
         return self._segment.wait_signal(peer, timeout_ns)
-
-    def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
-        return explain_peer(self.group, what, status, peer, seconds)

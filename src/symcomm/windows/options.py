@@ -9,8 +9,6 @@ from typing import Any
 
 from symcomm.group.work import Timeout, to_ns
 
-__all__ = ["WindowAccessType", "WindowAttr", "seconds_of"]
-
 
 class WindowAccessType(enum.IntEnum):
     """How a peer's memory is reached."""

@@ -22,8 +22,6 @@ from symcomm.windows.works import DONE
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Window", "new_window"]
-
 _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()  # by group: ranks count alike
 
 

@@ -13,8 +13,6 @@ from symcomm.group.failure import Status
 from symcomm.group.p2p import wait_in_thread
 from symcomm.group.work import Outcome, to_ns
 
-__all__ = ["DONE", "Counts", "SignalWork"]
-
 
 class _Done:
     """An operation that ended before its call returned."""

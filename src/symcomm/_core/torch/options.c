@@ -6,7 +6,7 @@
 
 #include "reduce/types.h"
 
-#define MAX_CALLS 16 /* of Kind in symcomm/group/calls.py */
+#define MAX_CALLS 16 /* of the numbers in symcomm/ops.py */
 
 struct layout { /* of the options of one kind of call; offsets in the C++ object, -1: it has no such thing */
     PyTypeObject *type;

@@ -14,10 +14,6 @@ import torch.distributed as dist
 
 from symcomm.torch_backend import versions
 
-__all__ = [
-    "all_gather", "all_reduce_bytes", "all_to_all", "done", "mean_in_place", "nbytes_of", "when_done", "work_dtype",
-]  # fmt: skip
-
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """The bytes of a dense or sparse tensor."""

@@ -13,8 +13,6 @@ import torch
 
 from symcomm import errors
 
-__all__ = ["Names", "Residuals", "places_in"]
-
 Key = tuple[int, ...]  # the identities of a bucket's parameters
 
 

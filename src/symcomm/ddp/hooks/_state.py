@@ -15,8 +15,6 @@ from symcomm.group import default
 from symcomm.group.process_group import ProcessGroup
 from symcomm.torch_backend.group import TorchGroup
 
-__all__ = ["HookState", "at_least", "callbacks_only_compute", "one_of"]
-
 
 def callbacks_only_compute(hook: Any) -> Any:
     """Tell our reducer that no callback of ``hook`` starts a collective: its buckets need not take turns."""

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from symcomm.ddp.hooks._exchange import all_gather, all_to_all, when_done
 from symcomm.ddp.hooks._state import HookState, at_least, callbacks_only_compute, one_of
 
-__all__ = ["BlockCodec", "BlockwiseState", "blockwise_hook", "quantised_mean"]
-
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SCALE_BYTES = 4  # a float32
 TINIEST = torch.finfo(torch.float32).tiny

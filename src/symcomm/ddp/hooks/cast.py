@@ -9,8 +9,6 @@ import torch.distributed as dist
 from symcomm.ddp.hooks._exchange import all_reduce_bytes, when_done
 from symcomm.ddp.hooks._state import HookState, callbacks_only_compute, one_of
 
-__all__ = ["CastState", "cast_hook"]
-
 
 class CastState(HookState):
     """State of :func:`cast_hook`. ``dtype``: torch.bfloat16 (the range of float32) or torch.float16 (finer, narrower).

@@ -18,8 +18,6 @@ import symcomm
 from symcomm.ddp import hooks
 from symcomm.ddp.hooks._state import HookState
 
-__all__ = ["CHOICES", "Result", "compare", "main"]
-
 DIM, WIDTH, BATCH = 32, 128, 32
 Make = Callable[[nn.Module], HookState]
 

@@ -18,8 +18,6 @@ from symcomm.ddp.hooks._state import at_least, one_of
 from symcomm.ddp.hooks.blockwise import LARGEST, BlockCodec, quantised_mean
 from symcomm.ddp.hooks.local_sgd import LocalSGDState, flattened, write_back
 
-__all__ = ["DiLoCoState"]
-
 SENT_AS = (None, torch.bfloat16, torch.float16, *LARGEST)
 
 

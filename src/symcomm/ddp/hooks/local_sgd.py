@@ -19,8 +19,6 @@ from symcomm import errors
 from symcomm.ddp.hooks._exchange import all_reduce_bytes, done, mean_in_place, nbytes_of
 from symcomm.ddp.hooks._state import HookState, at_least, callbacks_only_compute
 
-__all__ = ["LocalSGDState", "flattened", "local_sgd_hook", "write_back"]
-
 
 class LocalSGDState(HookState):
     """State of :func:`local_sgd_hook`, and what averages the parameters.

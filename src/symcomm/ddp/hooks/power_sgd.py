@@ -18,8 +18,6 @@ from symcomm.ddp.hooks._exchange import all_reduce_bytes, when_done
 from symcomm.ddp.hooks._residuals import places_in
 from symcomm.ddp.hooks._state import HookState, at_least, callbacks_only_compute, one_of
 
-__all__ = ["PowerSGDState", "power_sgd_hook"]
-
 
 class Matrix(NamedTuple):
     """Where a gradient that is worth factoring lies in a bucket's buffer."""

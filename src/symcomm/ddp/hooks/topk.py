@@ -11,8 +11,6 @@ from symcomm import errors
 from symcomm.ddp.hooks._exchange import all_gather, when_done
 from symcomm.ddp.hooks._state import HookState, callbacks_only_compute
 
-__all__ = ["TopKState", "topk_hook"]
-
 INDEX_BYTES = 4  # an int32: buckets are shorter than 2**31
 
 

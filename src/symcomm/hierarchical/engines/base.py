@@ -18,10 +18,6 @@ from typing import Any, NamedTuple
 
 from symcomm import errors
 
-__all__ = [
-    "Engine", "Expected", "Move", "EngineContext", "Transfer", "available_engines", "engine_class", "wanted_engine",
-]  # fmt: skip
-
 # Built in, the best first. The modules are loaded when an engine is asked for.
 BUILT_IN = {
     "gloo": ("symcomm.hierarchical.engines.torch_engine", "GlooEngine"),

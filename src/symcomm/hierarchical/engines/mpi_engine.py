@@ -20,8 +20,6 @@ from typing import Any
 from symcomm import errors
 from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer
 
-__all__ = ["MpiEngine"]
-
 # One of these is set by whatever starts ranks that MPI knows.
 STARTED_BY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK", "MPI_LOCALNRANKS")
 LONGEST_NAP = 0.0005  # seconds between two looks at what is on its way

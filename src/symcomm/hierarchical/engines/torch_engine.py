@@ -27,8 +27,6 @@ from symcomm.hierarchical.topology import EAGER_HOST_MAX
 from symcomm.memory.share import Deadline
 from symcomm.store import TCPStore
 
-__all__ = ["GlooEngine", "NcclEngine"]
-
 NEVER = timedelta(days=365)
 LARGEST_TAG = 1 << 30
 ABORT_TAG = (1 << 31) - 2

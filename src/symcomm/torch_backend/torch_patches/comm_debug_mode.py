@@ -17,8 +17,6 @@ from symcomm.ops import OPERATORS
 from symcomm.torch_backend.torch_patches import method_swap
 from symcomm.torch_backend.torch_patches.patch import Undo
 
-__all__ = ["apply"]
-
 _TRACES = torch._C._TorchDispatchModeKey.PROXY  # what make_fx.py traces are operators, which count by themselves
 
 

@@ -14,8 +14,6 @@ from typing import Any
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
 
-__all__ = ["apply"]
-
 _watching: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # hook -> the group that it watches
 
 

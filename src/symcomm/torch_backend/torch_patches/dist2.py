@@ -13,8 +13,6 @@ from typing import Any
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches.patch import Undo
 
-__all__ = ["apply", "dist2_group"]
-
 _numbers = itertools.count(1)
 
 

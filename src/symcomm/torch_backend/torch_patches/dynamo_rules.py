@@ -10,8 +10,6 @@ from typing import Any
 
 from symcomm.torch_backend.torch_patches.patch import Undo
 
-__all__ = ["apply"]
-
 
 def apply(trace_rules: Any) -> Undo:
     skipped = trace_rules.SKIP_DIRS

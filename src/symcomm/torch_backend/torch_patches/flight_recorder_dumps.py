@@ -21,8 +21,6 @@ from symcomm.memory.arena import current_arena, has_arena
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
 
-__all__ = ["apply"]
-
 BACKEND = "symcomm"
 _module: Any = torch_c10d
 

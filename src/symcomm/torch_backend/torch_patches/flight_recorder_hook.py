@@ -10,8 +10,6 @@ from typing import Any
 
 from symcomm.torch_backend.torch_patches.patch import Undo, ask_ours_first
 
-__all__ = ["apply"]
-
 
 def apply() -> Undo:
     return ask_ours_first("_maybe_attach_flight_recorder", _recorder)

@@ -20,8 +20,6 @@ from torch._C._distributed_c10d import AllgatherOptions, _register_work, _resolv
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches.patch import Undo
 
-__all__ = ["apply", "our_group_of", "register_work"]
-
 
 def apply() -> Undo:
     library = torch.library.Library("_c10d_functional", "IMPL")  # its kernels live as long as it does

@@ -13,8 +13,6 @@ from symcomm.group.hook_classes import HealthCheckHook
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
 
-__all__ = ["apply"]
-
 
 def apply() -> Undo:
     theirs: Any = versions.hook_classes().get("HealthCheckHook")

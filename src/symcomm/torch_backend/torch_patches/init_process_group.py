@@ -18,8 +18,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from symcomm.torch_backend.torch_patches.patch import Undo, replace_function
 
-__all__ = ["apply"]
-
 
 def apply() -> Undo:
     known = c10d.init_process_group

@@ -30,8 +30,6 @@ from symcomm.torch_backend.torch_patches import method_swap
 from symcomm.torch_backend.torch_patches.patch import Undo, all_of
 from symcomm.torch_backend.work import done
 
-__all__ = ["apply"]
-
 # The methods that are traced, and the kind of their options
 _OPTIONS = {op.torch: getattr(c10d, op.options) for op in OPS if op.plan and op.torch in OPERATORS}
 _lock = threading.Lock()

@@ -13,8 +13,6 @@ from typing import Any
 
 from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
 
-__all__ = ["own", "wrap_inside"]
-
 # (the name, the class's own method, what is there now) -> what is there meanwhile, or None where that stays
 Wrapper = Callable[[str, Callable[..., Any], Callable[..., Any]], Callable[..., Any] | None]
 

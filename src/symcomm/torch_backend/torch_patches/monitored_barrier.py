@@ -11,8 +11,6 @@ from typing import Any
 
 from symcomm.torch_backend.torch_patches.patch import Undo, ask_ours_first, our_group
 
-__all__ = ["apply"]
-
 
 def apply() -> Undo:
     return ask_ours_first("monitored_barrier", _monitored_barrier)

@@ -11,8 +11,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from symcomm.torch_backend import versions
 
-__all__ = ["Undo", "add_to_world", "all_of", "ask_ours_first", "our_group", "replace", "replace_function"]
-
 Undo = Callable[[], None]
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from symcomm.torch_backend.torch_patches.patch import Undo, ask_ours_first, our_group
 
-__all__ = ["apply"]
-
 
 def apply() -> Undo:
     return ask_ours_first("_set_pg_timeout", _set_timeout)

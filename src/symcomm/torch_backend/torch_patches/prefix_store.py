@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from symcomm.torch_backend.torch_patches.patch import Undo, replace
 
-__all__ = ["apply"]
-
 
 def apply() -> Undo:
     known = dist.PrefixStore.__init__

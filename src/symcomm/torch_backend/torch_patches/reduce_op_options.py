@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
 
-__all__ = ["apply"]
-
 
 def apply() -> Undo:
     """C++ converts a kind such as SUM, which most callers pass, into an operation. A cached one saves about half of the

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from symcomm.torch_backend.torch_patches.patch import Undo, replace
 
-__all__ = ["apply"]
-
 _kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 

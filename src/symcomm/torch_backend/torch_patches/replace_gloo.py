@@ -15,8 +15,6 @@ import torch.distributed as dist
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
 
-__all__ = ["apply", "say_replaced"]
-
 
 def apply() -> Undo:
     """Every place goes through Backend(name), but for the newest interface."""

@@ -14,8 +14,6 @@ from torch.distributed import distributed_c10d as c10d
 from symcomm import errors
 from symcomm.torch_backend.torch_patches.patch import Undo, add_to_world, ask_ours_first, our_group
 
-__all__ = ["apply"]
-
 
 def apply() -> Undo:
     return ask_ours_first("shrink_group", _shrink_group)

@@ -14,8 +14,6 @@ from symcomm import errors
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches.patch import Undo, add_to_world, ask_ours_first, our_group
 
-__all__ = ["apply"]
-
 
 def apply() -> Undo:
     return ask_ours_first("split_group", _split_group)

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from symcomm import errors
 from symcomm.torch_backend.torch_patches.patch import Undo
 
-__all__ = ["apply"]
-
 
 def apply() -> Undo:
     known: dict[type, tuple[type, ...]] = {}

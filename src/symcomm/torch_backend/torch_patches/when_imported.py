@@ -25,8 +25,6 @@ from typing import Any
 from symcomm.torch_backend.torch_patches import dynamo_rules
 from symcomm.torch_backend.torch_patches.patch import Undo
 
-__all__ = ["apply", "close_comm_buffers", "open_comm_buffers"]
-
 _installer = "symcomm.compile.install"  # above this layer, so they are loaded by name
 _codegen = "symcomm.compile.codegen"
 
