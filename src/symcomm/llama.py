@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Config", "Llama", "Parallel", "generate"]
-
 HEAD = 64  # elements of an attention head
 
 

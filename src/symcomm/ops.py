@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BY_NAME", "BY_TORCH_NAME", "CACHED", "OPERATORS", "OPS", "Op", "numbers_of"]
-
 
 class Op(NamedTuple):
     """One operation. Parameters that hold tensors have other names in our methods and in PyTorch's."""

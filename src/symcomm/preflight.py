@@ -9,8 +9,6 @@ from pathlib import Path
 
 from symcomm import errors
 
-__all__ = ["INSTALL_TORCH", "check_output_file", "check_output_folder", "has_torch", "need_torch"]
-
 INSTALL_TORCH = "pip install 'symcomm[torch]'"
 
 

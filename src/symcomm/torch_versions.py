@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NEWEST", "OLDEST", "TESTED", "release"]
-
 TESTED = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 OLDEST, NEWEST = TESTED[0], TESTED[-1]
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from symcomm import errors
 
-__all__ = ["DType", "Numbered", "RedOpType", "ReduceOp", "make_premul_sum"]
-
 
 class DType(enum.IntEnum):
     """Element types. ``itemsize`` is in bytes."""

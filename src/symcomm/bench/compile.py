@@ -18,8 +18,6 @@ from symcomm.bench.compile_worker import GRAPHS
 from symcomm.bench.pictures import Panel
 from symcomm.bench.run import Seen, Tick, open_sides, quiet
 
-__all__ = ["SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_compile_bench", "to_json"]
-
 SIDES = {
     "alone": "no communication",
     "gloo": "gloo",

@@ -19,8 +19,6 @@ from typing import Any
 from symcomm.bench.torch_worker import join, time_steps
 from symcomm.bench.worker import serve
 
-__all__ = ["GRAPHS", "Run", "make_side"]
-
 Reduce = Callable[[Any, str], Any]  # (tensor, operation) -> the same on all ranks
 LAYERS, WIDTH, TOKENS, HEADS = 4, 512, 64, 8
 

@@ -18,18 +18,6 @@ from symcomm.bench.ddp_worker import MODELS
 from symcomm.bench.pictures import Panel
 from symcomm.bench.run import Seen, Side, Tick, open_sides, quiet
 
-__all__ = [
-    "SIDES",
-    "Measurement",
-    "Workload",
-    "as_table",
-    "disagreement",
-    "note",
-    "picture",
-    "run_ddp_bench",
-    "to_json",
-]
-
 SIDES = {
     "alone": "no DDP",
     "gloo": "torch DDP, gloo",

@@ -27,8 +27,6 @@ from symcomm.bench.model import SYMBOLS, decoder
 from symcomm.bench.torch_worker import data_parallel, join, time_steps
 from symcomm.bench.worker import serve
 
-__all__ = ["MODELS", "Training", "make_side"]
-
 BATCHES = 4  # prepared ones, used in turns
 CONTEXT = 64  # characters the transformer sees at once
 SAMPLES = 16  # elements of each gradient that are compared

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from symcomm.bench.run import Case, Effort
 
-__all__ = ["Estimate", "in_words"]
-
 # What a case takes on machines of today, within a factor of three or so; the first cases that are measured correct it.
 SECONDS_TO_START = 4.0  # all ranks
 SECONDS_A_CASE = 0.03  # orders to ranks and their answers, calibration

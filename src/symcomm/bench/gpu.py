@@ -27,8 +27,6 @@ from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.cuda.devices import need_cuda
 from symcomm.launcher.mps import multi_process_service
 
-__all__ = ["QUICK", "SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_gpu_bench", "to_json"]
-
 SIDES = {"ordinary": "ordinary", "symmetric": "symmetric", "gloo": "gloo", "torch": "torch's symmetric memory"}
 TURNS, MPS = "in turns", "MPS"  # how processes share the GPU
 WORKER = "symcomm.bench.gpu_worker"

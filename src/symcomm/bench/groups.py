@@ -15,8 +15,6 @@ from symcomm.bench import table as bench_table
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Tick, open_sides, quiet
 
-__all__ = ["SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_groups_bench", "to_json"]
-
 SIDES = {"gloo": "torch, gloo", "symcomm": "torch, symcomm", "ours": "symcomm"}
 WORKER = "symcomm.bench.groups_worker"
 

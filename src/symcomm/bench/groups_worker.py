@@ -23,8 +23,6 @@ from typing import Any
 from symcomm.bench.torch_worker import join
 from symcomm.bench.worker import GROUP_TIMEOUT, serve
 
-__all__ = ["Side", "make_side"]
-
 WARM_UP = 20  # groups that are not counted
 
 

@@ -19,8 +19,6 @@ from symcomm.bench.pictures import Panel
 from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.hierarchical.topology import fits_eager
 
-__all__ = ["Measurement", "Workload", "as_table", "expected_bytes", "note", "picture", "run_hosts_bench", "to_json"]
-
 SIDES = {"ours": "symcomm", "gloo": "flat gloo"}
 LINK = "the link alone"
 WORKER = "symcomm.bench.hosts_worker"

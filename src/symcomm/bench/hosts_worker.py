@@ -17,8 +17,6 @@ from symcomm.bench.namespaces import carried
 from symcomm.bench.run import Case, make_cases
 from symcomm.bench.worker import Bench, GlooSide, SymcommSide
 
-__all__ = ["Ranks", "main", "measure"]
-
 TIMEOUT = 300.0
 SMALL, MORE_STEPS = 256 << 10, 5  # bytes, up to which a turn has so many times the steps: these take a moment
 

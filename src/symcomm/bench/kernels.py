@@ -20,8 +20,6 @@ from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Tick, quiet
 from symcomm.types import DType, RedOpType
 
-__all__ = ["GOAL", "QUICK", "Workload", "as_table", "note", "picture", "run_kernels_bench", "to_json"]
-
 GOAL = 0.8  # of what memcpy moves, where neither finds its data in a cache
 GOAL_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

@@ -20,21 +20,6 @@ from symcomm.bench import table as bench_table
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Side, Tick, open_sides, quiet
 
-__all__ = [
-    "HEAD",
-    "QUICK",
-    "SIDES",
-    "Measurement",
-    "Workload",
-    "Section",
-    "check",
-    "measure",
-    "note",
-    "picture",
-    "row_of",
-    "to_json",
-]
-
 SIDES = {
     "one": "one process",
     "gloo": "gloo",

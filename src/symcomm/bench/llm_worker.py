@@ -25,8 +25,6 @@ from typing import Any
 from symcomm.bench.torch_worker import join
 from symcomm.bench.worker import Unsupported, serve
 
-__all__ = ["Run", "make_reduce"]
-
 Reduce = Callable[[Any], Any]  # adds up a tensor over all ranks, in place
 
 

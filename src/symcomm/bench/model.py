@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SYMBOLS", "decoder", "own_source", "sample"]
-
 SYMBOLS = 128  # ASCII
 PREVIOUS = 2  # characters that each place is shown beside its own: half a minute is short to learn where to look
 

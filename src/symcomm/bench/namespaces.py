@@ -33,8 +33,6 @@ from symcomm import errors
 from symcomm.bench.relay import TUN
 from symcomm.bench.run import Tick
 
-__all__ = ["Network", "SlowNetwork", "carried", "why_no_namespaces", "why_no_slow_network"]
-
 NAME = "symcomm-net"
 NETWORK = "10.213.7"  # seen only inside the namespaces
 PORT = "29600"  # the same

@@ -23,17 +23,6 @@ from symcomm.bench.peers import MPIS, is_set_up
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Case, Side, Tick, make_cases, open_sides, quiet
 
-__all__ = [
-    "QUICK",
-    "Measurement",
-    "Neighbours",
-    "Workload",
-    "parse_neighbours",
-    "picture",
-    "run_noise_bench",
-    "to_json",
-]
-
 WORK = (
     ("all_reduce", (8, 1 << 10, 64 << 10, 1 << 20)), ("all_gather", (64 << 10,)), ("broadcast", (1 << 10,)),
     ("p2p", (8,)),

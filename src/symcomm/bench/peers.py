@@ -15,8 +15,6 @@ from pathlib import Path
 
 from symcomm import errors
 
-__all__ = ["MPIS", "PEERS", "Start", "is_set_up", "parse_peers", "peers_dir", "setup_peers", "start_of"]
-
 PEERS = ("gloo", "mpich", "openmpi")
 MPIS = {"mpich": "mpiexec", "openmpi": "mpirun"}  # environment -> its launcher
 SETUP = "symcomm bench --setup-peers"

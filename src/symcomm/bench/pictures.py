@@ -12,8 +12,6 @@ from typing import Any
 from symcomm import errors
 from symcomm.preflight import check_output_file
 
-__all__ = ["Bars", "Curves", "Panel", "check_picture", "draw"]
-
 MOST_TICKS = 8  # labels below a panel that do not run into each other
 ACROSS = 3  # panels in a row
 CHARACTERS = 11  # of a heading in an inch

@@ -21,8 +21,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-__all__ = ["DEVICE", "QUEUE_SECONDS", "Uplink", "main", "open_tun", "relay"]
-
 DEVICE = "net0"
 TUN = "/dev/net/tun"
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # <linux/if_tun.h>

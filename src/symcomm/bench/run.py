@@ -30,8 +30,6 @@ from symcomm.bench.peers import start_of
 from symcomm.errors import format_exit
 from symcomm.types import DType
 
-__all__ = ["OURS", "PLACES", "Case", "Effort", "Result", "Seen", "Tick", "make_cases", "measure", "open_sides", "quiet"]
-
 Tick = Callable[[str], None]  # told of every turn: what it was
 Seen = Callable[[list[Any]], None]  # told what is known after every part
 

@@ -18,8 +18,6 @@ from symcomm.bench.pictures import Curves, Panel
 from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.bench.sites_worker import METHODS
 
-__all__ = ["QUICK", "Measurement", "Workload", "as_table", "note", "picture", "run_sites_bench", "to_json"]
-
 WORKER = "symcomm.bench.sites_worker"
 DEADLINE = 300.0  # for each method
 

@@ -13,8 +13,6 @@ from typing import Any
 from symcomm.bench.model import decoder, own_source
 from symcomm.bench.namespaces import carried
 
-__all__ = ["METHODS", "Training", "main"]
-
 WARM_UP = 20  # steps in which the learning rate rises
 CHECKED = 32  # texts on which every method is judged
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.5  # of DiLoCo; more momentum needs more meetings than a short run has

@@ -13,8 +13,6 @@ from typing import Any
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Side, Tick
 
-__all__ = ["Measurement", "as_json", "communication", "picture", "take_turns"]
-
 UNITS = {"ms": ("milliseconds", 1e3), "us": ("microseconds", 1e6)}
 
 

@@ -22,8 +22,6 @@ from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.errors import ResourceError
 from symcomm.preflight import INSTALL_TORCH
 
-__all__ = ["QUICK", "SIDES", "Workload", "as_table", "note", "picture", "run_store_bench", "to_json"]
-
 SIDES = {"ours": "ours", "torch": "PyTorch"}
 
 _TIMEOUT = timedelta(seconds=60)

@@ -16,11 +16,6 @@ import symcomm
 from symcomm.bench.pictures import Bars, Curves, Panel
 from symcomm.bench.run import OURS, PLACES, Case, Result
 
-__all__ = [
-    "GrowingTable", "bandwidths", "case_head", "case_rows", "over_size", "pick", "picture", "short_size",
-    "summary_head", "summary_row", "to_json",
-]  # fmt: skip
-
 MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # how many times faster than the best MPI, and than Gloo, we mean to be
 MISSED = "!"
 

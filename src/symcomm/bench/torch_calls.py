@@ -21,8 +21,6 @@ from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Side, Tick, open_sides, quiet
 from symcomm.bench.torch_calls_worker import CALLS, WAYS
 
-__all__ = ["Measurement", "Workload", "as_table", "find_pythons", "note", "picture", "run_torch_bench", "to_json"]
-
 WORKER = "symcomm.bench.torch_calls_worker"
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from symcomm.bench.torch_worker import join
 from symcomm.bench.worker import pin, serve
 
-__all__ = ["CALLS", "WAYS"]
-
 WAYS = {"direct": "symcomm", "watched": "symcomm, watched by NanCheckHook", "gloo": "gloo"}
 # name -> (elements of float32, whether it is asynchronous); None: a barrier
 CALLS: dict[str, tuple[int, bool] | None] = {

@@ -11,8 +11,6 @@ from typing import Any
 
 from symcomm.bench.worker import GROUP_TIMEOUT
 
-__all__ = ["data_parallel", "join", "time_steps"]
-
 
 def join(backend: str, args: SimpleNamespace, store: Any = None) -> Any:
     """torch.distributed with its default group, whose ranks have met in ``store``, or in their file."""

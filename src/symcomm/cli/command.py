@@ -14,8 +14,6 @@ from typer.core import TyperCommand
 
 from symcomm import errors
 
-__all__ = ["Command", "argument", "choices", "flag", "one_sentence", "option", "reword"]
-
 REFUSED, INTERRUPTED = 2, 130  # 1 is a finding: `trace` saw something wrong, `doctor` a machine that is not fit
 UsageError: Any = typer.BadParameter.__mro__[1]
 

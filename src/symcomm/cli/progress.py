@@ -11,8 +11,6 @@ from typing import Any
 
 from symcomm.bench.estimate import in_words
 
-__all__ = ["Bar", "progress"]
-
 SECONDS_BETWEEN_LINES = 10.0
 
 

@@ -15,8 +15,6 @@ from symcomm.simulate.machine import Machine
 from symcomm.simulate.topology import Link
 from symcomm.simulate.units import format_bytes, format_time
 
-__all__ = ["draw_table", "show_check", "table", "format_link", "worst"]
-
 
 def show_check(files: Sequence[Path], machine: Machine, as_json: bool) -> None:
     link, found = check([read(file) for file in files], machine)

@@ -19,8 +19,6 @@ from symcomm.errors import format_ranks
 from symcomm.memory.limits import format_bytes
 from symcomm.observe.top.model import COMPUTING, DEAD, FAILED, IDLE, LATE, STATES, WAITING, Live
 
-__all__ = ["render", "show"]
-
 REFRESH_S = 0.5
 ROWS = 16  # ranks listed; those that need attention first
 # (letter, style) of each state, so that it can be told without colours

@@ -20,8 +20,6 @@ from symcomm.collectives.limits import LINE, Limits
 from symcomm.collectives.nodes import NODE_SLOTS, Grid, chunk_in, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Reduce, Signal, Space, Step, Wait
 
-__all__ = ["by_node", "direct_by_node"]
-
 IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
 
 

@@ -23,8 +23,6 @@ from symcomm.collectives.plan import ALL, MAX_SIGNALS, At, Copy, Loop, Need, Pla
 from symcomm.errors import InternalError
 from symcomm.types import ITEMSIZE
 
-__all__ = ["Block", "Buffer", "DeadlockError", "PlanError", "RaceError", "Tensors", "describe", "run"]
-
 
 class PlanError(InternalError):
     """A plan does something that plans must not do."""

@@ -24,8 +24,6 @@ from typing import Any
 from symcomm.collectives.interpret import Buffer, PlanError, Tensors, _Machine, _Wait, add, play_all
 from symcomm.collectives.plan import MAX_SIGNALS, Copy, Loop, Need, Plan, Reduce, Space
 
-__all__ = ["Failure", "Outcome", "run_failing"]
-
 
 @dataclass(frozen=True)
 class Failure:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["LINE", "SLOTS", "Limits"]
-
 LINE = 64  # shards and slots start at cache lines; every element size divides it
 SLOTS = 3  # of a stream, see chunks.py
 ANY_EXTRA = 1 << 40

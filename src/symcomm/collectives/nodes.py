@@ -19,8 +19,6 @@ from symcomm.collectives.limits import LINE, Limits
 from symcomm.collectives.plan import FIRST_SIGNAL, Wait
 from symcomm.types import DType, RedOpType
 
-__all__ = ["NODE_SLOTS", "Grid", "can_go_on", "chunk_in", "grid_of", "lane_bytes", "wait_for"]
-
 NODE_SLOTS = 2
 _STORABLE = frozenset({DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128, *range(DType.FLOAT16)})
 _FOLDING = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}

@@ -27,8 +27,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["ALL", "FIRST_SIGNAL", "At", "Collective", "Copy", "Loop", "Plan", "Reduce", "Signal", "Space", "Wait"]
-
 ALL = -1  # "every other rank", in Wait.who
 FIRST_SIGNAL = 2  # bodies number their signals from here; lower ones belong to the executor
 MAX_SIGNALS = 1 << 24  # progress = sequence number * MAX_SIGNALS + signal, in 64 bits

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Curve", "draw_picture", "smooth", "text_plot"]
-
 Curve = Sequence[tuple[float, float]]  # points (x, y)
 # A braille character is 2 dots wide and 4 high; these are the bits of its dots, row by row.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))

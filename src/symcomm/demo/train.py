@@ -16,8 +16,6 @@ from symcomm.bench import model as language
 from symcomm.bench.torch_worker import data_parallel, join
 from symcomm.bench.worker import serve
 
-__all__ = ["Clock", "Training"]
-
 WIDTH, LAYERS, CONTEXT = 128, 2, 64
 BATCH = 2  # texts for each rank and step
 RATE = 3e-3

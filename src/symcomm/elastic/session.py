@@ -20,8 +20,6 @@ from symcomm.group import default
 from symcomm.group.grow import close
 from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["Session"]
-
 log = logging.getLogger(__name__)
 NO_STATE, FRESH = -2, -1  # steps of a rank that has just come: to a job under way, or with the others at its start
 

@@ -19,8 +19,6 @@ import torch
 from symcomm import symm_mem
 from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["Snapshot", "Stateful"]
-
 Stateful = Any  # has state_dict() and load_state_dict()
 PIECE_BYTES = 32 << 20  # of tensors sent at a time: bounds what the buffer takes
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from symcomm.errors import CallerError, ResourceError
 
-__all__ = ["PROGRAM", "multi_process_service"]
-
 PROGRAM = "nvidia-cuda-mps-control"
 START_S, STOP_S = 20, 20
 

@@ -44,8 +44,6 @@ from symcomm.memory.heap import PAGE, Heap
 from symcomm.memory.limits import ENLARGE, check_room, format_bytes, physical_bytes
 from symcomm.memory.numa import UNBOUND, current_node
 
-__all__ = ["Arena", "Peer", "bytes_type", "current_arena", "has_arena", "named_directory", "peer_by_nonce", "use_arena"]
-
 MAGIC = 0x53594D434F4D4D31
 LIFE = 64
 MAX_ADDRESSES = 1 << 46  # of the 47 bits of addresses a process has; shared by all ranks it may map

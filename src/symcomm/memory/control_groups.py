@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PROC", "Quota", "folders", "granted_cores", "quotas", "watch_quotas"]
-
 PROC = Path("/proc/self")
 LIMITS = {"cgroup2": "cpu.max", "cgroup": "cpu.cfs_quota_us"}  # kind of file system -> where the quota is
 PERIOD = "cpu.cfs_period_us"  # of the first version; the second has it in the same file

@@ -26,8 +26,6 @@ from symcomm._core import native
 from symcomm.errors import bad_argument, notebook_cells
 from symcomm.memory.heap import PAGE
 
-__all__ = ["CAPACITY", "Flight", "FlightEntry", "Peek", "read_flight", "read_groups", "read_site"]
-
 DEFAULT_CAPACITY = 2048
 ENTRY, NUMBER, GROUP, SITE = struct.Struct("<6Q3I4B"), struct.Struct("<Q"), 512, 128
 GROUPS, SITES = 256, 4096

@@ -10,8 +10,6 @@ from pathlib import Path
 from symcomm.errors import ResourceError
 from symcomm.memory.control_groups import PROC, folders
 
-__all__ = ["check_room", "physical_bytes", "format_bytes"]
-
 UNLIMITED = 1 << 62  # version 1 says so by a number of about 2**63
 ENLARGE = "enlarge it (docker run --shm-size=8g, mount -o remount,size=8g), or let ranks share one network namespace"
 

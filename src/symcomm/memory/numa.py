@@ -10,8 +10,6 @@ import functools
 import os
 from pathlib import Path
 
-__all__ = ["SYSFS", "UNBOUND", "cores_for", "current_node", "nodes_of_cores"]
-
 SYSFS = "/sys/devices/system/node"
 UNBOUND = -1  # the node of a rank that may run on several
 

@@ -25,8 +25,6 @@ from typing import Any
 from symcomm.errors import ResourceError
 from symcomm.store.lease import root_of
 
-__all__ = ["PREFIX", "job_name", "of_job", "on_this_host", "run_directory", "socket_path"]
-
 PREFIX = "symcomm/server/"
 STORE_SECONDS = 5.0
 

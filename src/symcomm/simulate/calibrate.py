@@ -23,8 +23,6 @@ from symcomm.simulate.machine import DEFAULT, Machine, load
 from symcomm.simulate.predict import predict, travels_along
 from symcomm.simulate.topology import Link
 
-__all__ = ["calibrate", "fit", "fit_link", "fitted_sizes", "measure"]
-
 SMALL, LARGE = 256 << 10, 32 << 20  # bytes: in a core's cache, and in none
 # What is measured with two ranks: (collective, bytes, the number that follows from it)
 CASES = (("all_gather", SMALL, "cached"), ("all_gather", LARGE, "memory"))

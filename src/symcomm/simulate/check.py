@@ -17,8 +17,6 @@ from symcomm.simulate.machine import Machine
 from symcomm.simulate.predict import COLLECTIVES, predict
 from symcomm.simulate.topology import Link
 
-__all__ = ["Checked", "Measured", "check", "read"]
-
 FITTED = "all_reduce"
 
 

@@ -25,8 +25,6 @@ from symcomm.errors import BadArgumentError, ResourceError, bad_argument, deadli
 from symcomm.simulate.rounds import Pairs, Round
 from symcomm.simulate.topology import Topology
 
-__all__ = ["ENGINES", "Engine", "find_engine", "model_seconds", "simgrid_seconds"]
-
 Engine = Callable[[Topology, Sequence[Round]], list[float]]  # the time of each round, done once
 SIMGRID_DEADLINE = 300.0
 

@@ -19,8 +19,6 @@ from symcomm.errors import InternalError
 from symcomm.simulate.machine import Machine
 from symcomm.types import DType, RedOpType
 
-__all__ = ["host_seconds", "plans_for", "plans_seconds"]
-
 SETTLED = 8  # turns after which a loop runs evenly; pipelines here are two deep
 ELEMENT = DType.FLOAT32
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from symcomm.errors import BadArgumentError, bad_argument
 
-__all__ = ["DEFAULT", "Machine", "cache_file", "load", "save"]
-
 RATES = ("cached", "memory", "host_memory")
 POSITIVE = (*RATES, "between", "nodes")
 

@@ -32,8 +32,6 @@ from symcomm.simulate.rounds import (
 )
 from symcomm.simulate.topology import Link, Topology, parse_topology
 
-__all__ = ["ALGORITHMS", "COLLECTIVES", "Cluster", "Estimate", "compare", "estimate", "predict", "travels_along"]
-
 HIERARCHICAL = ("hierarchical direct", "hierarchical ring", "hierarchical halving")
 ALGORITHMS = {
     "all_reduce": (*HIERARCHICAL, "flat ring", "flat tree"),

@@ -18,11 +18,6 @@ import functools
 import math
 from dataclasses import dataclass
 
-__all__ = [
-    "Pairs", "Round", "all_gather_rounds", "all_reduce_rounds", "direct", "direct_broadcast", "halving",
-    "reduce_scatter_rounds", "reversed_rounds", "ring", "told", "tree",
-]  # fmt: skip
-
 Pairs = tuple[tuple[int, int], ...]
 # What each further message adds to one, as long as they are under way together: 4 hosts x 1 rank on 2 cores, 16 KiB,
 # three messages of a rank at a time took 1.5 to 1.9 times as long as one of 2 x 2 ranks.

@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 from symcomm.errors import bad_argument
 from symcomm.simulate.units import parse_bandwidth, parse_seconds
 
-__all__ = ["Link", "Topology", "Wire", "parse_topology", "resized"]
-
 CALL = "simulate"
 KINDS = "star, ring, torus:AxB or fat-tree:HOSTS_PER_LEAF[xLEAVES_PER_POD]"
 

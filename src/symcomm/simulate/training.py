@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from symcomm.errors import bad_argument
 from symcomm.simulate.predict import Cluster, compare
 
-__all__ = ["Step", "ddp_step", "fsdp_step"]
-
 FORWARD = 1 / 3  # of the computation
 
 

@@ -6,8 +6,6 @@ import re
 
 from symcomm.errors import bad_argument
 
-__all__ = ["parse_bandwidth", "parse_bytes", "parse_seconds", "format_bytes", "format_time"]
-
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}

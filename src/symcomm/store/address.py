@@ -14,8 +14,6 @@ import struct
 
 from symcomm import errors
 
-__all__ = ["LOOPBACK", "own_address"]
-
 LOOPBACK = "127.0.0.1"
 GET_ADDRESS = 0x8915  # SIOCGIFADDR
 

@@ -13,8 +13,6 @@ from datetime import timedelta
 from symcomm.errors import CallerError, DeadlineError, StoreDeadlineError, bad_argument, deadline
 from symcomm.store.base import DEFAULT_TIMEOUT, Store, Timeout, Value, to_amount, to_bytes, to_key, to_seconds
 
-__all__ = ["StoreCollectives"]
-
 
 class StoreCollectives:
     """Collectives among ``world_size`` ranks that share ``store``, which may also be one of PyTorch's.

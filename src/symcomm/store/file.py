@@ -31,8 +31,6 @@ from symcomm import errors
 from symcomm.store.base import poll_until
 from symcomm.store.hash import Result, Table, TableStore
 
-__all__ = ["FileStore"]
-
 MAGIC = b"SymStor1"
 NAMELESS = "/proc/self/fd/"  # a file that has no name, and goes with the last process that holds it
 HEAD = struct.Struct("<III")

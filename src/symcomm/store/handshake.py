@@ -26,8 +26,6 @@ from typing import Any, TypeVar
 
 from symcomm import errors
 
-__all__ = ["Exchange", "handshake"]
-
 Exchange = Callable[[bytes], list[bytes]]  # everybody's bytes, in rank order
 T = TypeVar("T")
 

@@ -23,8 +23,6 @@ from symcomm.store.base import (
     wait_late,
 )
 
-__all__ = ["HashStore", "Table", "TableStore"]
-
 Result = TypeVar("Result")
 
 

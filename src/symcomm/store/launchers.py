@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 from symcomm.errors import RendezvousError
 
-__all__ = ["KNOWN", "PLAIN", "Identity", "Node", "identify", "identify_node", "read_number", "surroundings"]
-
 DEFAULT_PORT = 29500
 PORTS_FROM, PORTS_COUNT = 20000, 10000  # below 32768, where Linux begins to hand out ports by itself
 PLAIN = "environment variables"

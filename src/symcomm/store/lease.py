@@ -6,8 +6,6 @@ import contextlib
 import threading
 from typing import Any
 
-__all__ = ["Lease", "root_of"]
-
 
 def root_of(store: Any) -> Any:
     """The store itself, below all prefixes; ours or PyTorch's."""

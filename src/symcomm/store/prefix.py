@@ -8,8 +8,6 @@ from datetime import timedelta
 from symcomm.errors import wrong_type
 from symcomm.store.base import Store, Timeout, Value, to_bytes, to_key, to_keys, to_pairs
 
-__all__ = ["PrefixStore"]
-
 
 class PrefixStore(Store):
     """Passes every call on to ``store`` with ``prefix/`` before the keys, so that users of a store cannot collide.

@@ -17,8 +17,6 @@ from typing import Any
 from symcomm._core import native
 from symcomm.errors import ResourceError, StoreConnectionError, bad_argument, format_seconds
 
-__all__ = ["Server", "StoreLimits", "start_server"]
-
 log = logging.getLogger("symcomm.store")
 
 _SPARE_DESCRIPTORS = 64  # for everything in the process that is not a store client

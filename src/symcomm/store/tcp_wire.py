@@ -20,8 +20,6 @@ from typing import Any
 from symcomm._core import native
 from symcomm.errors import ResourceError, StoreAuthError, StoreConnectionError, StoreUnreachableError, format_seconds
 
-__all__ = ["Connection", "Refused", "connect", "sign"]
-
 HELLO, SET, COMPARE_SET, GET, ADD, CHECK, WAIT, NUM_KEYS, DELETE, APPEND = range(10)
 MULTI_GET, MULTI_SET, CANCEL, PING, PUSH, POP, QUEUE_LEN, LIST_KEYS, BARRIER = range(10, 19)
 CHALLENGE, PROOF = 0xA7, 0xA8  # ours; a server that does not know them closes the connection

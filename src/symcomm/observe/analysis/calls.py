@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from symcomm.observe.recorder.records import GroupKeys, Operation
 from symcomm.observe.recorder.trace import Trace
 
-__all__ = ["Calls", "GroupCalls"]
-
 
 @dataclass
 class GroupCalls:

@@ -8,8 +8,6 @@ from typing import Any
 
 from symcomm.observe.recorder.trace import RankTrace, Trace
 
-__all__ = ["offsets"]
-
 
 def offsets(trace: Trace) -> dict[int, int]:
     """Nanoseconds to add to each rank's times, so that all are on the clock of the first rank's host.

@@ -10,8 +10,6 @@ from symcomm.observe.analysis.clocks import offsets
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.trace import Trace
 
-__all__ = ["chrome_trace"]
-
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
     """In Chrome's JSON format; times in microseconds since the first operation."""

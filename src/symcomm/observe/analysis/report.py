@@ -13,8 +13,6 @@ from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import short_site, where
 from symcomm.observe.recorder.trace import RankTrace, Trace
 
-__all__ = ["PathCounts", "as_data", "as_text", "count_ways", "last_operations"]
-
 DETAIL_FRAMES = 12
 BARS = " ▁▂▃▄▅▆▇█"
 

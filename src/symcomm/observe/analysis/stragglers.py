@@ -10,8 +10,6 @@ from symcomm.observe.analysis.clocks import offsets
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.trace import Trace
 
-__all__ = ["Straggler", "stragglers"]
-
 WINDOWS = 8  # parts of the recorded time, to tell a rank that is always late from one that was late once
 
 

@@ -17,8 +17,6 @@ from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import short_site, where
 from symcomm.observe.recorder.trace import RankTrace, Trace
 
-__all__ = ["Verdict", "judge", "plain"]
-
 PATIENCE = 1.0  # seconds that an operation of a live job may wait before it is reported
 CIRCLE_TOLD = 8  # ranks of a cycle whose calls are named
 

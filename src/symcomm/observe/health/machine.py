@@ -10,8 +10,6 @@ from pathlib import Path
 from symcomm.memory.control_groups import granted_cores
 from symcomm.observe.health import FAIL, OK, WARN, Check, Finding
 
-__all__ = ["checks"]
-
 FILES_PER_RANK = 4  # its arena, its connection to the store, and two for the launcher's pipes
 FILES_BESIDES = 64
 SLOW_CLOCKS = {"hpet", "acpi_pm", "jiffies", "refined-jiffies"}

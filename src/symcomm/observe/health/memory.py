@@ -12,8 +12,6 @@ from pathlib import Path
 from symcomm.memory.limits import _cgroup_room, _system_room, format_bytes
 from symcomm.observe.health import FAIL, OK, WARN, Finding
 
-__all__ = ["CHECKS"]
-
 LITTLE = 1 << 30
 SHM_LITTLE = 1 << 30
 

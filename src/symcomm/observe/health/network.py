@@ -10,8 +10,6 @@ from typing import Any
 
 from symcomm.observe.health import FAIL, OK, WARN, Finding
 
-__all__ = ["CHECKS"]
-
 SLOW = 0.2  # seconds
 DEADLINE = 12.0
 

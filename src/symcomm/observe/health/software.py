@@ -16,8 +16,6 @@ from symcomm import errors
 from symcomm.observe.health import FAIL, OK, WARN, Finding
 from symcomm.torch_versions import NEWEST, OLDEST, TESTED, release
 
-__all__ = ["CHECKS"]
-
 NVIDIA_DEADLINE = 20.0
 TRIAL_DEADLINE = 20.0
 RANKS_DEADLINE = 90.0  # two imports of torch, and CUDA's start

@@ -19,9 +19,6 @@ from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.recorder.torch_format import as_pickle, torch_dump
 from symcomm.observe.recorder.trace import RankTrace
 
-__all__ = ["answer_name", "ask_name", "note", "prefix_from_environment", "this_rank", "torchs_prefix", "write"]
-__all__ += ["write_for_torch"]
-
 FILE = "trace_rank_"
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 SWITCHES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")

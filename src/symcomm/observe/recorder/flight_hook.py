@@ -10,8 +10,6 @@ from symcomm.errors import bad_argument
 from symcomm.group.hook_classes import hooks_of
 from symcomm.observe.recorder.dump import note, prefix_from_environment, torchs_prefix, write
 
-__all__ = ["FlightRecorderHook"]
-
 
 class FlightRecorderHook:
     """``attach(group)``: when the group is aborted or fails, this rank writes what it recorded, in PyTorch's format,

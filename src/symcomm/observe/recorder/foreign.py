@@ -11,8 +11,6 @@ from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.torch_format import DTYPES
 from symcomm.observe.recorder.trace import RankTrace
 
-__all__ = ["from_torch"]
-
 LABELS = {name: label for label, name in DTYPES.items()}
 
 

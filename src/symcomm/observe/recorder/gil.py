@@ -22,8 +22,6 @@ from symcomm._core import native
 from symcomm.errors import bad_argument
 from symcomm.observe.recorder.records import on_this_host
 
-__all__ = ["seconds_from_environment", "stall_of", "watch"]
-
 DEFAULT_SECONDS = 30.0
 NOTE = 2048  # offset in an arena's first page, of 1024 bytes
 STDERR = 2

@@ -9,10 +9,6 @@ import stat
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "ancestors_of", "command_of", "environment_of", "is_running", "numbers_of", "open_file", "process_state", "user_of",
-]  # fmt: skip
-
 
 def _stat(pid: int) -> list[str]:
     """The fields of ``/proc/PID/stat`` after the name."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from symcomm.group.failure import PACKAGE
 
-__all__ = ["Frame", "ThreadStack", "short_path", "thread_stacks", "where"]
-
 FRAMES = 60  # of a stack, the innermost ones
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/")

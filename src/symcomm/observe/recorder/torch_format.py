@@ -18,8 +18,6 @@ from typing import Any
 from symcomm.observe.recorder.records import GroupKeys, Operation
 from symcomm.types import DType
 
-__all__ = ["as_json", "as_pickle", "torch_dump"]
-
 VERSION = "2.10"  # of the format, as torch 2.13 writes it
 BACKEND = "gloo"
 MESSAGES = 1 << 32  # added to their numbers: torchfrtrace takes a message and a collective of one number for one call

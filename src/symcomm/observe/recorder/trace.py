@@ -16,8 +16,6 @@ from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.recorder.torch_format import latest_of_each_group
 
-__all__ = ["RankTrace", "Trace", "load", "parse_dump", "read_dump"]
-
 
 @dataclass
 class RankTrace:

@@ -25,8 +25,6 @@ from symcomm.observe.recorder.records import on_this_host
 from symcomm.observe.recorder.stacks import thread_stacks
 from symcomm.observe.recorder.trace import RankTrace
 
-__all__ = ["Tracer"]
-
 LOOK = 0.1  # seconds between two polls of the thread
 GRACE = 0.2  # seconds for a rank to see a failure by itself, before the thread writes
 OTHERS = 2.0  # seconds that a rank waits for the others' dumps

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["ConnectionAcceptor", "Session"]
-
 CONNECTIONS = 64
 STRANGERS = 16
 DRAIN_BYTES, DRAIN_SECONDS = 256 << 10, 0.5

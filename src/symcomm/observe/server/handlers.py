@@ -31,8 +31,6 @@ from symcomm.observe.recorder.records import operations_at
 from symcomm.observe.recorder.torch_format import as_json, as_pickle, torch_dump
 from symcomm.observe.server.requests import Request
 
-__all__ = ["Handler", "get_handler", "get_handler_names", "register_handler", "route", "routes"]
-
 Handler = Callable[[Any, Any], Any]
 PY_SPY_SECONDS = 60
 

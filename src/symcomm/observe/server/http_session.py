@@ -19,8 +19,6 @@ from typing import Any
 from symcomm.errors import ResourceError
 from symcomm.observe.server.requests import Response
 
-__all__ = ["Head", "Headers", "HttpSession", "Refusal", "load_h11"]
-
 HEAD_BYTES = 32 << 10  # request line and headers
 HEADERS = 100
 BODY_BYTES = 1 << 20

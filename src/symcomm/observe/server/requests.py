@@ -8,8 +8,6 @@ from typing import Any
 
 from symcomm.errors import bad_argument
 
-__all__ = ["Request", "Response"]
-
 
 class Request:
     """What a client asked for.

@@ -29,8 +29,6 @@ from symcomm.observe.server.acceptor import ConnectionAcceptor
 from symcomm.observe.server.connection import Bucket, Connection
 from symcomm.observe.server.http_session import load_h11
 
-__all__ = ["RankFacts", "Server", "WorkerServer", "start", "start_from_environment"]
-
 BACKLOG = 64
 TRUSTED_RATE, TRUSTED_BURST = 200.0, 400.0  # requests a second; a viewer of 64 ranks asks each one twice a second
 STRANGER_RATE, STRANGER_BURST = 20.0, 40.0

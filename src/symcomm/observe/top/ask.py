@@ -27,8 +27,6 @@ from symcomm.observe.recorder.processes import environment_of, open_file, user_o
 from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.recorder.trace import parse_dump
 
-__all__ = ["ask_stacks", "kernel_stacks", "list_store", "request", "spied_stacks", "format_stacks"]
-
 ANSWER = 2.0  # seconds for all ranks to report where they are
 LOOK = 0.02  # seconds between two polls for answers in files
 ANSWER_BYTES = 64 << 20  # that a rank's answer may have

@@ -27,8 +27,6 @@ from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.top.ask import ask_stacks, format_stacks, kernel_stacks, list_store, spied_stacks
 from symcomm.observe.top.jobs import arenas_of
 
-__all__ = ["Feed", "GroupFacts", "RankFacts", "Sample", "SharedMemoryFeed", "attach", "attach_arena"]
-
 READ_AT_ONCE = 4096  # entries of one rank that one poll reads; a faster rank's older ones are counted, not shown
 
 

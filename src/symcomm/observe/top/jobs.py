@@ -18,8 +18,6 @@ from symcomm import errors
 from symcomm.memory.arena import MAGIC
 from symcomm.observe.recorder.processes import ancestors_of, command_of, environment_of, numbers_of, open_file
 
-__all__ = ["JobFacts", "arenas_of", "choose_job", "choose_jobs", "find_jobs"]
-
 ARENA = re.compile(r"^/memfd:symcomm\b|/symcomm-[0-9a-f]{32}\b")
 SHOWN = 8  # how many jobs an error names
 

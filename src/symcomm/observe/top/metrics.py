@@ -26,8 +26,6 @@ from symcomm.observe.server.requests import Request, Response
 if TYPE_CHECKING:
     from symcomm.observe.top.model import Live
 
-__all__ = ["Meter", "Spans"]
-
 # Seconds. From a small all_reduce in shared memory (about a microsecond) to something that waits for a disk.
 BUCKETS = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 

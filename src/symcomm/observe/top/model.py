@@ -20,8 +20,6 @@ from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 from symcomm.observe.top.live import add_stacks, as_trace
 
-__all__ = ["Live", "CollectiveInstance", "STATES"]
-
 STATES = ("idle", "computing", "communicating", "waiting", "late", "failed", "dead")
 IDLE, COMPUTING, COMMUNICATING, WAITING, LATE, FAILED, DEAD = range(len(STATES))
 

@@ -31,8 +31,6 @@ from symcomm.observe.top.snapshot import snapshot
 if TYPE_CHECKING:
     from symcomm.observe.top.metrics import Meter
 
-__all__ = ["PageServer"]
-
 REFRESH_S = 0.5
 BACKLOG = 16
 REQUESTS_AT_ONCE = 16

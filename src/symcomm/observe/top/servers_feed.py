@@ -21,8 +21,6 @@ from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.top.ask import request
 from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 
-__all__ = ["ServersFeed", "attach_servers"]
-
 ANSWER = 2.0  # seconds for a server to answer
 AT_ONCE = 64  # servers asked at the same time
 AT_A_TIME = 5000  # operations in one answer

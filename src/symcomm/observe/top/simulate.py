@@ -16,8 +16,6 @@ from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import Frame, ThreadStack
 from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 
-__all__ = ["SimulatedFeed"]
-
 MS = 1_000_000  # nanoseconds
 # One step of training: (call, dtype, elements, reduce op, milliseconds of computing before it, of moving data)
 STEP = (

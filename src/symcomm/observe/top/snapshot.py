@@ -7,8 +7,6 @@ from typing import Any
 from symcomm.errors import format_ranks
 from symcomm.observe.top.model import BIN_NS, BINS, STATES, WAIT_NS, CollectiveInstance, Live
 
-__all__ = ["snapshot"]
-
 INSTANCES_SENT = 2_000  # in one reply; the newest
 RANK_OPERATIONS_SENT = 60_000
 PULSE_NS = 10_000_000_000  # over which rates are measured
