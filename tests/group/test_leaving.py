@@ -59,6 +59,7 @@ class Claim:
 
 
 def new_team(g: ProcessGroup, timeout: float = 20.0) -> ProcessGroup:
+    g.barrier()  # whoever comes later than ``timeout`` would be too late for the new group
     team = g.new_group(range(g.size), timeout=timeout)
     assert team is not None
     return team
