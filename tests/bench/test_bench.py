@@ -291,12 +291,13 @@ def test_what_an_mpi_starts_is_a_file_that_stands_alone():
 def test_against_mpi(tmp_path: Path, mpi: str):
     if not (bench_peers.peers_dir() / mpi / "bin" / bench_peers.MPIS[mpi]).exists():
         pytest.skip(f"{mpi} is not set up; `{bench_peers.SETUP}` does it")
-    path = tmp_path / "out.json"
+    path, before = tmp_path / "out.json", set(Path("/dev/shm").glob("mpich*"))
     for what, names in bench.FAMILIES.items():
         code, output = cli(what, "-b", "1K", "-e", "1K", *TINY, "--ordinary", "--against", mpi, "--json", str(path))
         assert code == 0, output
         rows = check_rows(path, 2, {"ordinary", mpi})
         assert {row["collective"] for row in rows if row["series"] == mpi} == set(names)
+    assert set(Path("/dev/shm").glob("mpich*")) <= before
 
 
 def test_what_a_peer_cannot_do_is_a_dash_with_its_reason(tmp_path: Path):

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from symcomm import errors
-from symcomm.bench.peers import start_of
+from symcomm.bench.peers import MPIS, start_of
 from symcomm.errors import format_exit
 from symcomm.types import DType
 
@@ -45,6 +45,7 @@ ONE_PIECE = ("all_reduce", "reduce", "broadcast", "p2p", "put", "put_signal")
 WORKER = "symcomm.bench.worker"
 START_DEADLINE = 60.0
 ORDER_DEADLINE = 120.0  # for one order, on top of what the work itself is expected to take
+FINISH_DEADLINE = 3.0
 
 
 def quiet(_: Any) -> None:
@@ -160,15 +161,18 @@ class Side:
 
     def ask(self, what: str, order: dict[str, Any], seconds: float = 0.0) -> list[dict[str, Any]]:
         """Give every rank the order; their answers, in rank order. ``what`` is for errors."""
-        line = json.dumps(order).encode() + b"\n"
-        for rank in self.ranks:
-            with contextlib.suppress(OSError):  # a dead rank is noticed, and named, when its answer is read
-                rank.connection.sendall(line)
+        self._tell(order)
         answers = self._answers(what, ORDER_DEADLINE + 5 * seconds)
         for rank, answer in zip(self.ranks, answers, strict=True):
             if "error" in answer:
                 raise errors.SymcommError(f"{self.call}: {self.name} rank {rank.number}, {what}: {answer['error']}")
         return answers
+
+    def _tell(self, order: dict[str, Any]) -> None:
+        line = json.dumps(order).encode() + b"\n"
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):  # a dead rank is noticed, and named, when its answer is read
+                rank.connection.sendall(line)
 
     def _answers(self, what: str, seconds: float) -> list[dict[str, Any]]:
         end = time.monotonic() + seconds
@@ -218,6 +222,10 @@ class Side:
 
     def close(self) -> None:
         """End every process of the side. Ranks end when their connection does; what is left after that is killed."""
+        if self.name in MPIS:  # MPICH leaves files in /dev/shm otherwise
+            self._tell({"do": "finish"})
+            with contextlib.suppress(errors.SymcommError):  # a rank is dead or stuck
+                self._answers("it ends", FINISH_DEADLINE)
         for rank in self.ranks:
             rank.connection.close()
         self.listener.close()

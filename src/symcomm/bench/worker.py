@@ -10,6 +10,7 @@ time        {"ns": [mean time of one call, for each repetition], "long": calls o
             "calls": all of ours}
 sample      {"median", "p99", "total"}: nanoseconds of one call, and of all of them
 drop        {} once the tensors are gone
+finish      {} once an MPI has taken its files away; no order of the above may follow
 """
 
 from __future__ import annotations
@@ -550,6 +551,10 @@ class Orders:
         if case in self.cases:
             self.cases.pop(case).close()
         gc.collect()
+        return {}
+
+    def finish(self) -> dict[str, Any]:
+        self.side.MPI.Finalize()
         return {}
 
 
