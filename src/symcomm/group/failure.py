@@ -138,7 +138,7 @@ def dumps_core(pid: int) -> bool:
     return False
 
 
-def without(group: Any, what: str, seconds: float, story: str, gone: Sequence[int]) -> errors.RankFailedError:
+def rank_failed(group: Any, what: str, seconds: float, story: str, gone: Sequence[int]) -> errors.RankFailedError:
     """Ranks are gone, as ``story`` tells."""
     left = [r for r in range(group.size) if r not in gone]
     return errors.RankFailedError(
@@ -148,7 +148,7 @@ def without(group: Any, what: str, seconds: float, story: str, gone: Sequence[in
     )
 
 
-def too_late(
+def timed_out(
     group: Any, what: str, seconds: float, origin: int, story: str, missing: Sequence[int]
 ) -> errors.DeadlineError:
     """The deadline of rank ``origin`` has passed."""
@@ -167,7 +167,7 @@ def list_calls(sides: dict[str, list[int]]) -> str:
     )
 
 
-def different_calls(what: str, listed: str) -> errors.CollectiveMismatchError:
+def mismatched(what: str, listed: str) -> errors.CollectiveMismatchError:
     return errors.CollectiveMismatchError(
         f"{what}: the ranks did not make the same call: {listed}. Make every rank call the same collectives, "
         "with the same dtype, sizes, operation and root, in the same order."
@@ -284,7 +284,7 @@ def _mismatch(group: Any, what: str, report: dict[str, Any], text: str, site: st
         else:
             side = "nothing yet"
         sides.setdefault(side, []).append(rank)
-    return different_calls(what, list_calls(sides))
+    return mismatched(what, list_calls(sides))
 
 
 def _last_seen(seen: dict[str, Any], seq: int) -> str:
@@ -312,7 +312,7 @@ def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) ->
         seen = report["ranks"][rank]
         how = "left the group" if seen["gone"] == Status.LEFT else how_it_ended(pid)
         parts.append(f"rank {rank} (pid {pid}) {how} {_last_seen(seen, report['seq'])}")
-    return without(group, what, seconds, "; ".join(parts), gone)
+    return rank_failed(group, what, seconds, "; ".join(parts), gone)
 
 
 def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) -> errors.SymcommError:
@@ -326,4 +326,4 @@ def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) ->
     else:
         missing = [report["culprit"]]
         story = f"all arrived, but rank {report['culprit']} does not go on (stopped, or starved of a core?)"
-    return too_late(group, what, seconds, report["origin"], story, missing)
+    return timed_out(group, what, seconds, report["origin"], story, missing)

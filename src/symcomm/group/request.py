@@ -332,7 +332,7 @@ def _at_root(
     if group.rank == root:
         views = view(call, name, given, *length)
         return views if length else [views]
-    if given is not None and not (length and not given):
+    if given is not None and (not length or given):
         what = f"{'a list' if length else 'a tensor'} on rank {group.rank}"
         raise errors.bad_argument(call, name, what, "given on the root only", "pass None elsewhere")
     return []

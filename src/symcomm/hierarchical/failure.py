@@ -17,7 +17,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import format_ranks
-from symcomm.group.failure import Status, aborted, different_calls, how_it_ended, list_calls, too_late, without
+from symcomm.group.failure import Status, aborted, how_it_ended, list_calls, mismatched, rank_failed, timed_out
 from symcomm.hierarchical.session import ProtocolViolation
 
 SURVEY = 0.4  # seconds for all answers; a living rank answers within a few milliseconds
@@ -203,10 +203,10 @@ class Failures:
         verdict: Any = self.verdict
         group, story, ranks = self._group, verdict["story"], verdict["ranks"]
         if verdict["fault"] == "gone":
-            return without(group, what, seconds, story, ranks)
+            return rank_failed(group, what, seconds, story, ranks)
         if verdict["fault"] == "late":
-            return too_late(group, what, seconds, verdict["origin"], story, ranks)
-        return different_calls(what, story) if verdict["fault"] == "mismatch" else aborted(what, verdict["origin"])
+            return timed_out(group, what, seconds, verdict["origin"], story, ranks)
+        return mismatched(what, story) if verdict["fault"] == "mismatch" else aborted(what, verdict["origin"])
 
 
 def _last_seen(answer: dict[str, Any]) -> str:
