@@ -1,4 +1,4 @@
-"""Scatters whose root lends its tensors: ranks read them out of its memory by system call (``_core/exec/cma.c``).
+"""Ranks lend their tensors in scatter and all_to_all: peers read them out of memory by system call (``exec/cma.c``).
 
 A page of rank 1's output that the kernel must ask the test for (userfaultfd) stops it in the very middle of its read.
 """
@@ -24,7 +24,9 @@ import symcomm
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives import select
-from symcomm.collectives.select import Limits
+from symcomm.collectives.limits import NO_BYTES
+from symcomm.collectives.plan import Plan
+from symcomm.collectives.select import DEFAULT, Limits
 from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.observe.recorder import records
@@ -34,7 +36,8 @@ from tests.support.halted_calls import PATTERN
 from tests.support.page_gate import PAGE, Words, ordinary, stop
 from tests.support.ranks import Outcome, returned
 
-LENT = Limits(attach_bytes=1 << 14, attach_ranks=2)
+LENT = Limits(attach_bytes=1 << 14, attach_scatter_bytes=1 << 14, attach_ranks=2)
+CALLS = ("scatter", "all_to_all")
 COUNT = 1 << 13  # elements of a piece: eight pages
 WORLD = 3
 HIT, GAVE_UP = 0, 1  # words: rank 1 stands in its read; the root has its tensors back
@@ -53,8 +56,25 @@ def pieces(root: int, shift: float = 0.0) -> list[torch.Tensor]:
     return [torch.arange(COUNT, dtype=torch.float32) + 1000 * root + 10_000 * rank + shift for rank in range(WORLD)]
 
 
+def exchange(
+    g: ProcessGroup,
+    call: str,
+    out: torch.Tensor,
+    given: list[torch.Tensor],
+    root: int = 0,
+    timeout: float | None = None,
+) -> None:
+    """Rank k gets the root's k-th tensor in ``out``. In an all_to_all the others send each other tensors, too."""
+    if call == "scatter":
+        g.scatter(out, given if g.rank == root else None, root, timeout=timeout)
+    else:
+        outs = [out if rank == root else torch.empty(COUNT) for rank in range(WORLD)]
+        g.all_to_all(outs, given, timeout=timeout)
+        assert all(torch.equal(outs[r], pieces(r)[g.rank]) for r in range(WORLD) if r not in (root, g.rank))
+
+
 def last_plan(g: ProcessGroup) -> str:
-    return [op.plan for op in records.operations_of(g)[g.rank] if op.call == "scatter"][-1]
+    return [op.plan for op in records.operations_of(g)[g.rank] if op.call in CALLS][-1]
 
 
 def _refuse_reading() -> None:
@@ -67,21 +87,44 @@ def _refuse_reading() -> None:
     assert _libc.prctl(38, 1, 0, 0, 0) == 0 and _libc.prctl(22, 2, filters) == 0  # NO_NEW_PRIVS, SECCOMP
 
 
-def _scatters(g: ProcessGroup, refused: int) -> tuple[int, str]:
+def _exchanges(g: ProcessGroup, call: str, refused: int) -> tuple[int, str]:
     if g.rank == refused:
         _refuse_reading()
     wrong = 0
     for turn in range(20):
         for root in range(WORLD):
             out = torch.full((COUNT,), 0.5)
-            g.scatter(out, pieces(root, turn) if g.rank == root else None, root)
+            exchange(g, call, out, pieces(root, turn) if g.rank == root else pieces(g.rank), root)
             wrong += not torch.equal(out, pieces(root, turn)[g.rank])
     return wrong, last_plan(g)
 
 
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("refused", "plan"), [(-1, "attached"), (0, "streamed"), (2, "streamed")])
-def test_values_are_right_also_where_the_kernel_refuses_one_rank(refused, plan):
-    assert returned(run_group(_scatters, WORLD, refused, join=lent)) == [(0, plan)] * WORLD
+def test_values_are_right_also_where_the_kernel_refuses_one_rank(call, refused, plan):
+    assert returned(run_group(_exchanges, WORLD, call, refused, join=lent)) == [(0, plan)] * WORLD
+
+
+def in_arena(g: ProcessGroup) -> torch.Tensor:
+    return torch.frombuffer(g.arena.buffer(4 * WORLD * COUNT), dtype=torch.float32)[: WORLD * COUNT]
+
+
+def _one_is_symmetric(g: ProcessGroup) -> list[str]:
+    """Rank 1's tensors are symmetric, then rank 1's input alone, then all ranks' inputs."""
+    plans = []
+    for turn, symmetric in enumerate([(1,), (1,), range(WORLD)]):
+        given = torch.cat(pieces(g.rank, turn))
+        if g.rank in symmetric:
+            given = in_arena(g).copy_(given)
+        out = in_arena(g) if g.rank in symmetric and turn == 0 else torch.empty(WORLD * COUNT)
+        g.all_to_all_single(out, given)
+        assert torch.equal(out, torch.cat([pieces(r, turn)[g.rank] for r in range(WORLD)]))
+        plans.append(last_plan(g))
+    return plans
+
+
+def test_some_tensors_may_be_symmetric():
+    assert returned(run_group(_one_is_symmetric, WORLD, join=lent)) == [["attached", "attached", "direct"]] * WORLD
 
 
 def _odd_inputs(g: ProcessGroup) -> list[str]:
@@ -143,14 +186,14 @@ class Pager:
         fcntl.ioctl(self.fd, self.ZERO, struct.pack("QQQq", self.page, PAGE, 0, 0))
 
 
-def _halted(g: ProcessGroup, words: Words, prepare: Callable[[], torch.Tensor]) -> tuple[str, bool]:
+def _halted(g: ProcessGroup, call: str, words: Words, prepare: Callable[[], torch.Tensor]) -> tuple[str, bool]:
     """Rank 1 stands in its read until the test lets it go on. The root overwrites its tensors after its call."""
     given = [ordinary(COUNT) for _ in range(WORLD)]
-    for tensor, values in zip(given, pieces(0), strict=True):
+    for tensor, values in zip(given, pieces(g.rank), strict=True):
         tensor.copy_(values)
     out = torch.full((COUNT,), 0.5) if g.rank != 1 else prepare()
     g.barrier()
-    raised = attempt(lambda: g.scatter(out, given if g.rank == 0 else None, 0, timeout=4.0 if g.rank == 0 else 20.0))
+    raised = attempt(lambda: exchange(g, call, out, given, timeout=4.0 if g.rank == 0 else 20.0))
     if g.rank == 0:
         for tensor in given:
             tensor.fill_(PATTERN)
@@ -158,7 +201,7 @@ def _halted(g: ProcessGroup, words: Words, prepare: Callable[[], torch.Tensor]) 
     return raised, bool(torch.equal(out, pieces(0)[g.rank])) if g.rank else True
 
 
-def _run_halted(how: str) -> list[Outcome]:
+def _run_halted(call: str, how: str) -> list[Outcome]:
     words = Words()
     hear, let_go = os.pipe()
 
@@ -191,13 +234,13 @@ def _run_halted(how: str) -> list[Outcome]:
         os.write(let_go, b".")
 
     try:
-        return run_group(_halted, WORLD, words, prepare, join=lent, during=during)
+        return run_group(_halted, WORLD, call, words, prepare, join=lent, during=during)
     finally:
         os.close(hear)
         os.close(let_go)
 
 
-def _unmapped(g: ProcessGroup, where: int) -> tuple[str, str]:
+def _unmapped(g: ProcessGroup, call: str, where: int) -> tuple[str, str]:
     """A page of the root's piece for rank 1 (``where`` 0), or of rank 1's output, cannot be touched."""
     given = [ordinary(COUNT) for _ in range(WORLD)]
     out = ordinary(COUNT)
@@ -206,15 +249,16 @@ def _unmapped(g: ProcessGroup, where: int) -> tuple[str, str]:
         page = (given[1] if where == 0 else out).data_ptr() + 4 * PAGE
         assert _libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0) == 0
     try:
-        g.scatter(out, given if g.rank == 0 else None, 0)
+        exchange(g, call, out, given)
     except errors.SymcommError as error:
         return type(error).__name__, str(error)
     return "", ""
 
 
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("where", [0, 1])
-def test_memory_that_is_not_there_is_an_error_on_all_ranks(where):
-    told = returned(run_group(_unmapped, WORLD, where, join=lent))
+def test_memory_that_is_not_there_is_an_error_on_all_ranks(call, where):
+    told = returned(run_group(_unmapped, WORLD, call, where, join=lent))
     assert [name for name, _ in told[:2]] == ["GroupUnusableError"] * 2 and told[2][0] in ("", "GroupUnusableError")
     assert all("rank 1 could not copy out of the tensor of rank 0" in words for _, words in told[:2]), told
 
@@ -224,43 +268,63 @@ def has_it_or_raised(told: tuple[str, bool], error: str) -> bool:
     return told == ("", True) or told[0] == error
 
 
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("how", ["owner gives up", "reader stops"])
-def test_what_an_owner_overwrites_after_its_deadline_is_no_result(how):
+def test_what_an_owner_overwrites_after_its_deadline_is_no_result(call, how):
     needs_pager()
-    root, reader, other = returned(_run_halted(how))
+    root, reader, other = returned(_run_halted(call, how))
     assert root == ("DeadlineError", True)
     assert reader == ("DeadlineError", False), "or it was not stopped in the middle"
     assert has_it_or_raised(other, "DeadlineError")
 
 
-def test_a_reader_whose_owner_dies_raises():
+@pytest.mark.parametrize("call", CALLS)
+def test_a_reader_whose_owner_dies_raises(call):
     needs_pager()
-    root, reader, other = _run_halted("owner dies")
+    root, reader, other = _run_halted(call, "owner dies")
     assert (root.kind, reader.value[0]) == ("died", "RankFailedError")
     assert has_it_or_raised(other.value, "RankFailedError")
 
 
-def test_a_reader_that_dies_is_named():
+@pytest.mark.parametrize("call", CALLS)
+def test_a_reader_that_dies_is_named(call):
     needs_pager()
-    root, reader, other = _run_halted("reader dies")
+    root, reader, other = _run_halted(call, "reader dies")
     assert (reader.kind, root.value) == ("died", ("RankFailedError", True))
     assert has_it_or_raised(other.value, "RankFailedError")
 
 
-def bytes_lent(world: int, counts: tuple[int, ...], limits: Limits) -> int:
-    """What ranks of a scatter read out of the root's memory; all must think the same."""
-    plans = [select.scatter(rank, world, counts, DType.FLOAT32, 0, True, limits) for rank in range(world)]
-    (size,) = {plan.attach_bytes for plan in plans}
+def bytes_lent(plan_of: Callable[[int], Plan], world: int) -> int:
+    """What ranks read out of others' memory at once; all must think the same."""
+    (size,) = {plan_of(rank).attach_bytes for rank in range(world)}
     return size
+
+
+def lent_by_root(counts: tuple[int, ...], limits: Limits = DEFAULT) -> int:
+    world = len(counts)
+    return bytes_lent(lambda rank: select.scatter(rank, world, counts, DType.FLOAT32, 0, True, limits), world)
+
+
+def lent_by_all(world: int, matrix: int | tuple[tuple[int, ...], ...], limits: Limits) -> int:
+    return bytes_lent(lambda rank: select.all_to_all(rank, world, matrix, DType.FLOAT32, False, limits), world)
 
 
 def test_a_scatters_root_lends_large_even_pieces_to_many_ranks():
     even = (1 << 18,) * 4
-    assert bytes_lent(4, even, Limits()) == 1 << 20
-    assert bytes_lent(4, (1 << 10,) * 4, Limits()) == 0
-    assert bytes_lent(3, even[:3], Limits()) == 0
-    assert bytes_lent(4, (*even[:3], 1 << 19), Limits()) == 0
-    assert bytes_lent(4, even, Limits().crowded()) == 0
+    assert lent_by_root(even) == lent_by_root(even, Limits().crowded()) == 1 << 20
+    assert lent_by_root((1 << 15,) * 4) == 0
+    assert lent_by_root(even[:3]) == 0
+    assert lent_by_root((*even[:3], 1 << 19)) == 0
+
+
+def test_ranks_of_an_all_to_all_lend_large_even_pieces():
+    limits = Limits(attach_bytes=64 << 10)
+    assert lent_by_all(4, 1 << 14, limits) == 1 << 16
+    assert lent_by_all(4, 1 << 13, limits) == lent_by_all(3, 1 << 14, limits) == 0
+    assert lent_by_all(4, ((1 << 14,) * 4,) * 3 + ((1 << 15,) * 4,), limits) == 0
+    assert lent_by_all(4, 1 << 14, limits.crowded()) == 0
+    assert lent_by_all(4, 1 << 17, limits.crowded()) == 1 << 19
+    assert Limits().attach_bytes == (64 << 10 if platform.machine() == "x86_64" else NO_BYTES)
 
 
 @pytest.mark.parametrize(

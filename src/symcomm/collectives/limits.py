@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 LINE = 64  # shards and slots start at cache lines; every element size divides it
 SLOTS = 3  # of a stream, see chunks.py
 ANY_EXTRA = 1 << 40
-NO_RANKS = 1 << 20  # more than a group has
+NO_BYTES = 1 << 62  # more than a tensor has
+X86 = platform.machine() == "x86_64"
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,10 @@ class Limits:
     root_extra: int = 96 << 10
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
-    # a scatter's root lends its pieces from so many bytes and ranks on: read by system call, see _core/exec/cma.h
-    attach_bytes: int = 256 << 10
+    # An all_to_all's ranks and a scatter's root lend their pieces from so many bytes and ranks on: peers read them by
+    # system call, see _core/exec/cma.h. Measured on x86-64; Neoverse N1 reads 5 GB/s so, and 10 through staging areas.
+    attach_bytes: int = 64 << 10 if X86 else NO_BYTES
+    attach_scatter_bytes: int = 256 << 10
     attach_ranks: int = 4
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
     # By node, where each has so many ranks, go all_reduce, all_gather and broadcast, and reduce_scatter, from so many
@@ -44,7 +48,7 @@ class Limits:
     def crowded(self) -> Limits:
         """For more ranks than cores, where a turn costs several switches between processes: the largest chunks that
         three slots have room for, and one-shot whatever a rank has to read for it. Measured, 4 ranks on 2 cores: 16 MiB
-        all_gather 11 ms to 6, all_reduce 15 to 12."""
+        all_gather 11 ms to 6, all_reduce 15 to 12; an all_to_all gains by lending from pieces of 512 KiB on."""
         chunk_bytes = max(self.chunk_bytes, self.stage_bytes // SLOTS // LINE * LINE)
         one_shot = replace(self, one_shot_extra=ANY_EXTRA, root_extra=ANY_EXTRA)
-        return replace(one_shot, chunk_bytes=chunk_bytes, attach_ranks=NO_RANKS)
+        return replace(one_shot, chunk_bytes=chunk_bytes, attach_bytes=max(self.attach_bytes, 512 << 10))

@@ -135,6 +135,12 @@ def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: Callable[...,
         plan.direct, plan.needs = direct(plan, *args)
 
 
+def _offer_attached(plan: Plan, sizes: Sequence[int], least: int, limits: Limits) -> None:
+    """The direct form also works for ordinary tensors whose pieces are all of one size, read out of peers' memory."""
+    if plan.direct is not None and len(set(sizes)) == 1 and sizes[0] >= least and plan.world >= limits.attach_ranks:
+        plan.attach_bytes = sizes[0]
+
+
 def _are_even(plan: Plan, sizes: Sequence[int]) -> bool:
     """Whether a list of inputs may be one tensor."""
     plan.piece_bytes = sizes[0] if len(set(sizes)) == 1 else 0
@@ -304,8 +310,7 @@ def scatter(
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
     if not listed or _are_even(plan, pieces.sizes):
         _offer_direct(plan, max(pieces.sizes), limits, direct_scatter, pieces)
-    if plan.direct is not None and len(set(counts)) == 1 and world >= limits.attach_ranks:
-        plan.attach_bytes = pieces.sizes[0] if pieces.sizes[0] >= limits.attach_bytes else 0
+    _offer_attached(plan, pieces.sizes, limits.attach_scatter_bytes, limits)
     return plan
 
 
@@ -332,6 +337,7 @@ def all_to_all(
     plan.why = _turns(max(map(max, in_bytes)) * (world - 1), limits)
     if not listed or _are_even(plan, [n for row in in_bytes for n in row]):
         _offer_direct(plan, max(map(sum, in_bytes)), limits, direct_all_to_all, in_bytes, listed)
+    _offer_attached(plan, [n for row in in_bytes for n in row], limits.attach_bytes, limits)
     return plan
 
 

@@ -1,5 +1,5 @@
 /* Cross-memory attach: one process reads another's memory by system call, which is one copy where staging takes two.
- * Slower than a copy through shared memory, so it pays where one rank would stage for many. */
+ * Slower than a copy through shared memory, so it pays where one rank would stage for many, or all would for all. */
 #pragma once
 
 #include "sync/sync.h"
