@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.tools.selections import LONG
+from tests.tools.selections import LONG, TESTS
 from tests.tools.side_by_side import SHARE, Share
 
 LINES, WIDTH = 12, 400  # of a failure that is told again
@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not all(Path(name).name.startswith(("test_gpu_", "cuda")) for name in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked rank cannot use a GPU that its parent has looked at
     _own_shared_memory()
+    paths = [TESTS / "support" / "startup", TESTS.parent / "src", TESTS.parent, os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)  # of programs that tests start
     # Inductor asks the C++ compiler for each instruction set in each new cache, which takes it 11 s of CPU time.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     for name in ("OMPI", "PRTE"):  # containers run tests as root, which Open MPI refuses until it is told twice

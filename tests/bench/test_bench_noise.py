@@ -66,8 +66,7 @@ def test_neighbours_of_a_bench_that_was_killed_end():
         f"with live_beside(Neighbours(0.1, 0.001), [{min(os.sched_getaffinity(0))}]):\n"
         "    print('there', flush=True); input()"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = subprocess.Popen([sys.executable, "-c", source], env=env, stdin=-1, stdout=-1)
+    killed = subprocess.Popen([sys.executable, "-c", source], stdin=-1, stdout=-1)
     assert killed.stdout is not None and killed.stdout.readline() == b"there\n"
     [neighbour] = psutil.Process(killed.pid).children()
     killed.kill()

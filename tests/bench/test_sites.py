@@ -26,7 +26,6 @@ from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
 from symcomm.bench.sites import Measurement, Workload
 from symcomm.cli import bench, command
 
-ROOT = Path(__file__).parents[2]
 HOSTS = [bytes([10, 0, 0, number]) for number in (1, 2)]
 SENT = "/sys/class/net/net0/statistics/tx_bytes"  # bytes that have left a host, as its network card counts them
 
@@ -176,8 +175,7 @@ def test_the_relay_ends_with_its_maker_even_if_that_is_killed():
         "import time; from symcomm.bench.namespaces import SlowNetwork; net = SlowNetwork(2, 100, 5).__enter__();"
         "print(net._started[0].pid, flush=True); time.sleep(60)"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    maker = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
+    maker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
     carrier = psutil.Process(int(maker.stdout.readline()))
     maker.send_signal(signal.SIGKILL)

@@ -27,7 +27,6 @@ def test_help_lists_commands_without_loading_them():
     code += "print('LOADED', *sys.modules, file=sys.stderr)"
     result = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(SRC)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -70,7 +69,6 @@ def test_commands_that_need_torch_say_so(arguments):
     code = "import sys; sys.modules['torch'] = None; from symcomm.cli.main import main; main()"
     result = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(SRC)},
         capture_output=True,
         text=True,
         timeout=60,

@@ -103,7 +103,7 @@ def test_bash_without_installing(home):
         f'eval "$({sys.executable} -m symcomm completion bash)"; COMP_WORDS=(symcomm bench --against gloo,m); '
         'COMP_CWORD=3; _symcomm_completion symcomm; echo "${COMPREPLY[@]}"'
     )
-    env = {**environment(home), "PYTHONPATH": str(SRC)}
+    env = environment(home)
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("gloo,mpich\n", "")
 

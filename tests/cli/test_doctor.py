@@ -30,7 +30,7 @@ SRC = Path(__file__).parents[2] / "src"
 def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "symcomm", "doctor", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SRC), **env}, capture_output=True, text=True, timeout=200,
+        env={**os.environ, **env}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_which_kernels_the_cpu_gets(monkeypatch):
 
 def test_kernels_that_the_cpu_does_not_have():
     ask = "from symcomm.observe.health import software; [found] = software.core(); print(found.state, found.found)"
-    env = {**os.environ, "PYTHONPATH": str(SRC), "SYMCOMM_KERNELS": "mmx"}
+    env = {**os.environ, "SYMCOMM_KERNELS": "mmx"}
     said = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, timeout=60).stdout
     assert said.startswith("fail SYMCOMM_KERNELS: the reduction kernels of this CPU are ")
 

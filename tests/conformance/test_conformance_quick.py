@@ -20,7 +20,6 @@ def run(*options: str) -> tuple[int, int, int]:
     with subprocess.Popen(
         [sys.executable, "-m", "tests.conformance", "--ranks", "2", "--timeout", "30", *options],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
     ) as process:  # fmt: skip
         try:
             out, _ = process.communicate(timeout=150)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.check_runner import run_checks
 
-ROOT = Path(__file__).parents[2]
 FILES = ("checks.py", "more_checks.py")
 # Decorated functions, read from the text: this file needs no torch of its own.
 CHECKS = [
@@ -23,7 +22,7 @@ def told() -> dict[str, list[str]]:
     """What every rank has to say about every check."""
     pytest.importorskip("torch")
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    environment = {**kept, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    environment = {**kept, "OMP_NUM_THREADS": "1"}
     return run_checks("tests.ddp.checks", CHECKS, environment, 150)
 
 

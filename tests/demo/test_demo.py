@@ -17,7 +17,6 @@ from symcomm.demo import plot as demo_plot
 from symcomm.demo import train as demo_train
 
 torch = pytest.importorskip("torch", reason="the demo trains a model")
-SRC = Path(__file__).parents[2] / "src"
 SMALLER = """
 import dataclasses
 from symcomm.cli import demo
@@ -34,7 +33,7 @@ def test_the_whole_demo(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", SMALLER, "--steps", "12", "--picture", str(picture)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "200"},  # wider than a demo gets
+        env={**os.environ, "COLUMNS": "200"},  # wider than a demo gets
         capture_output=True,
         text=True,
         timeout=235,

@@ -57,7 +57,7 @@ def _by_mpirun(name: str) -> list[dict[str, str]]:
     assert launcher
     done = subprocess.run(
         [launcher, "-n", str(RANKS), sys.executable, "-m", "tests.hierarchical.engine_contract", name],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=100,
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("outcomes:")]
     assert lines, f"{done.stdout}\n{done.stderr}"
@@ -121,7 +121,7 @@ def test_a_group_on_mpi_needs_no_torch(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "WORLD_"))}
     done = subprocess.run(
         [str(_mpirun()), "-n", "4", sys.executable, str(script)],
-        env={**env, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=100,
+        env=env, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.count("right") == 4, done.stdout + done.stderr
 

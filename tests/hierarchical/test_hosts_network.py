@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -16,8 +15,6 @@ from symcomm.bench.namespaces import why_no_namespaces
 from symcomm.cli import bench
 from symcomm.cli.bench import pick_collectives
 from tests.support.namespaces import network
-
-ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import os, sys, time
@@ -54,7 +51,7 @@ def test_two_nodes_and_a_cable_that_breaks(fault: str, quorum: int, tmp_path):
     only the one with rank 0 goes on, unless both are asked to. It is the same where only one direction is broken."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "SYMCOMM_HOST_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "SYMCOMM_HOST_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
     env["SYMCOMM_TOKEN"] = "a token of both nodes"
     env["QUORUM"] = str(quorum)
     texts = [tmp_path / f"out{host}" for host in range(2)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from symcomm.launcher.job import NodePlacement, find_placement
 from symcomm.store.launchers import port_for_job
 from tests.support.ports import free_port
 
-SOURCE = str(Path(__file__).parents[2] / "src")
 SLURM = {
     "SLURM_PROCID": "1",
     "SLURM_NTASKS": "4",
@@ -73,7 +71,7 @@ def test_mistakes_get_one_sentence(given, environ, words):
 
 def clean_environment() -> dict[str, str]:
     foreign = ("SLURM_", "PMI", "OMPI_", "MPI_LOCAL", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(foreign)} | {"PYTHONPATH": SOURCE}
+    return {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
 
 
 def start(command: list[str], environ: dict[str, str]) -> subprocess.Popen:

@@ -238,7 +238,7 @@ def run_job(tmp_path, *options: str, **variables: str) -> tuple:
     (tmp_path / "job.py").write_text(JOB)
     done = subprocess.run(
         [sys.executable, "-m", "symcomm", "run", "-n", "2", "--no-prefix", *options, str(tmp_path / "job.py")],
-        env={**os.environ, "PYTHONPATH": str(SRC), **variables}, capture_output=True, text=True, timeout=100,
+        env={**os.environ, **variables}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return tuple(json.loads(done.stdout))
@@ -334,7 +334,7 @@ dist.destroy_process_group()
 
 def test_torch_backend(tmp_path):
     pytest.importorskip("torch")
-    env = {**os.environ, "PYTHONPATH": str(SRC), "SYMCOMM_SERVER": "1"}
+    env = {**os.environ, "SYMCOMM_SERVER": "1"}
     command = [sys.executable, "-c", TORCH_JOB, str(SRC.parent)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -345,7 +345,7 @@ def test_torch_backend(tmp_path):
 def test_bad_wishes_in_the_environment():
     def run(value: str, name: str = "SYMCOMM_SERVER") -> str:
         code = "import symcomm; symcomm.init(store=symcomm.HashStore(), rank=0, world_size=1).barrier(); print('on')"
-        env = {**os.environ, "PYTHONPATH": str(SRC), "SYMCOMM_SERVER": "1", name: value}
+        env = {**os.environ, "SYMCOMM_SERVER": "1", name: value}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
         return done.stdout + done.stderr
 
@@ -398,8 +398,7 @@ if __name__ == "__main__":
 def test_a_hung_interpreter_lock_is_told_by_the_rank_and_by_its_peers(tmp_path, how, reason):
     script = tmp_path / "stall.py"
     script.write_text(STALL.format(how=how))
-    env = {**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{SRC.parent}"}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     sentence = next(line for line in done.stderr.splitlines() if line.startswith("symcomm: rank 0 (pid "))
     assert "Python's interpreter lock was not to be had for" in sentence
@@ -425,10 +424,7 @@ def test_native_code_that_computes():
             time.sleep(0.5)
     symcomm.spawn(rank, 1, mode="threads", deadline=80)
     """
-    env = {**os.environ, "PYTHONPATH": str(SRC)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "thread 'symcomm-rank-0'" in done.stderr and "it computes in native code" in done.stderr
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from symcomm.observe.top.feed import READ_AT_ONCE, attach
 from symcomm.observe.top.jobs import JobFacts, arenas_mapped, arenas_of, choose_job, find_jobs
 from symcomm.observe.top.model import STATES, Live
 from tests.support.ranks import run_ranks
-
-SRC = Path(__file__).parents[2] / "src"
 
 
 def watched(group, feed_of):
@@ -111,7 +108,7 @@ if __name__ == "__main__":
 def job(tmp_path, request):
     script = tmp_path / "stuck_job.py"
     script.write_text(JOB)
-    env = {**os.environ, "PYTHONPATH": str(SRC), **({"SYMCOMM_SHARE": "named"} if request.param == "named" else {})}
+    env = {**os.environ, **({"SYMCOMM_SHARE": "named"} if request.param == "named" else {})}
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from symcomm.observe.top.model import Live
 from symcomm.observe.top.servers_feed import attach_servers
 from symcomm.store import HashStore
 
-SRC = Path(__file__).parents[2] / "src"
 TOKEN = "a secret of this job"
 
 
@@ -88,7 +86,7 @@ def test_a_job_by_its_ports(tmp_path):
     """Under the launcher: found by one port, judged, and a rank that was killed is not alive any more."""
     (tmp_path / "job.py").write_text(JOB)
     env = {
-        **os.environ, "PYTHONPATH": str(SRC), "SYMCOMM_SERVER": "tcp", "SYMCOMM_TOKEN": TOKEN,
+        **os.environ, "SYMCOMM_SERVER": "tcp", "SYMCOMM_TOKEN": TOKEN,
         "SYMCOMM_SERVER_BIND": "127.0.0.1",
     }  # fmt: skip
     command = [sys.executable, "-m", "symcomm", "run", "-n", "3", "--no-prefix", "job.py"]

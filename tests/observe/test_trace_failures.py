@@ -20,7 +20,7 @@ from symcomm.observe.analysis.verdict import judge
 from symcomm.observe.recorder.trace import load
 from tests.support.faults import leftovers, run_group
 from tests.support.ranks import run_ranks
-from tests.support.traces import ENV, symcomm_trace
+from tests.support.traces import symcomm_trace
 
 HERE = Path(__file__)
 
@@ -294,7 +294,7 @@ def test_run_with_trace(tmp_path):
     """The launcher ends the rank that hangs; what it did is on disk by then."""
     (tmp_path / "job.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "symcomm", "run", "-n", "2", "--trace", "dumps", "job.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENV, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     sentence = (
         "rank 1 has not called all_reduce #3 (world), which rank 0 called at job.py:11; "

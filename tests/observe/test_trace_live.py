@@ -17,7 +17,7 @@ from symcomm.observe.analysis.verdict import judge
 from symcomm.observe.top.jobs import JobFacts, choose_job, choose_jobs, find_jobs
 from symcomm.observe.top.live import NO_STACKS, look
 from tests.support.faults import run_group
-from tests.support.traces import ENV, symcomm_trace
+from tests.support.traces import symcomm_trace
 
 
 def job_of(pid: int):
@@ -137,7 +137,7 @@ def test_where_ranks_are(tmp_path):
     """Ranks under `run --trace` are asked for their stacks; nothing of that stays behind."""
     (tmp_path / "job.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "symcomm", "run", "-n", "2", "--trace", "dumps", "job.py"]
-    with subprocess.Popen(command, env=ENV, cwd=tmp_path, stderr=subprocess.DEVNULL) as job:
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as job:
         try:
             deadline = time.monotonic() + 30
             while not (tmp_path / "pid-0").exists() and time.monotonic() < deadline:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -26,9 +25,8 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for page, blocks in BLOCKS.items():
         for number, block in enumerate(blocks):
             (folder / f"{name_of(page)}-{number}.py").write_text(block)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "tests.support.run_blocks", str(folder)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=450)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=450)
     found = [text for text in done.stdout.split("\0") if text.strip()]
     assert done.returncode == len(found), done.stderr
     return found

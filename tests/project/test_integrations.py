@@ -21,7 +21,6 @@ EXAMPLES = ROOT / "examples"
 PAGE = (ROOT / "docs/how-to/integrations.md").read_text()
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,22 +12,15 @@ import symcomm.ray
 from symcomm import errors
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'symcomm[ray]'")
-SOURCE = str(Path(__file__).parents[2] / "src")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """Four CPUs in Ray's books, whatever this machine has; workers find our sources."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = SOURCE
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20, address="local")
     yield
     ray.shutdown()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
 
 
 def add_up(group, scale):

@@ -167,7 +167,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         except ModuleNotFoundError:
             pytest.skip("the extra `docs` is not installed")
     folder = tmp_path_factory.mktemp("site")
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-5000:]

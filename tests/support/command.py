@@ -14,7 +14,7 @@ def symcomm(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.
     return subprocess.run(
         [sys.executable, "-m", "symcomm", *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(SRC), **env},
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=60,

@@ -10,7 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
     "OMP_NUM_THREADS": "1",
 }
 

@@ -9,7 +9,6 @@ import textwrap
 import time
 from pathlib import Path
 
-SRC = Path(__file__).parents[2] / "src"
 DEADLINE = 60  # of any one launch; a busy machine is slow, a hang is longer
 
 
@@ -17,7 +16,7 @@ def environ(**more: str) -> dict[str, str]:
     """Ours, without what a launcher around this test might have set."""
     hidden = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "NO_COLOR", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
     env = {key: value for key, value in os.environ.items() if key not in hidden}
-    return {**env, "PYTHONPATH": str(SRC), **more}
+    return {**env, **more}
 
 
 # Put before every script. pid_file says that a process is there by writing its pid to a file, in one step.

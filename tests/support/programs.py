@@ -16,7 +16,7 @@ def environment(**extra: str) -> dict[str, str]:
     """Ours, without what a launcher around the tests may have set."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     kept |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    return {**kept, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **extra}
+    return {**kept, **extra}
 
 
 def kernels_of(name: str) -> str:

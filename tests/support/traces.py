@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 from symcomm.observe.recorder.records import Operation
 
 SECOND = 10**9
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2] / "src"), *filter(None, sys.path)])}
 
 
 def call(seq, name="all_reduce", state="completed", site="/job/train.py:88", group="world", size=4, **more):
@@ -24,7 +21,5 @@ def call(seq, name="all_reduce", state="completed", site="/job/train.py:88", gro
 
 
 def symcomm_trace(*args: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "symcomm", "trace", *args], capture_output=True, text=True, timeout=60, env=ENV
-    )
+    done = subprocess.run([sys.executable, "-m", "symcomm", "trace", *args], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
