@@ -110,7 +110,7 @@ def reword(error: Any, call: str, ctx: Any, given: list[str]) -> errors.BadArgum
         return _bad_value(error.option_name, call, ctx)
     values, extra, _ = ctx.command.make_parser(ctx).parse_args(list(given))
     if kind == "BadParameter":
-        allowed = "a whole number" if "integer" in error.message else "a number"
+        allowed = "a whole number" if "valid int" in error.message else "a number"  # int or integer, by version
         return errors.bad_argument(call, error.param.opts[-1], values.get(error.param.name), allowed)
     return errors.BadArgumentError(f"{call}: {extra[0]!r} is one argument too many; say {usage}.")
 
