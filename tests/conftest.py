@@ -119,6 +119,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     seldom, and their sockets are taken for another test's leak."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
+        gc.freeze()  # the compiler's modules, say: the next file's collections need not look at them
         if _share is not None:
             _share.is_done(item.path.stem, _failed[item.path.stem])
 

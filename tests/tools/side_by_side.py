@@ -87,7 +87,7 @@ def run(files: list[str], processes: int, logs: Path) -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as share:
         running = []
-        env = {**os.environ, SHARE: share}
+        env = {"GOMP_SPINCOUNT": "0", **os.environ, SHARE: share}  # idle OpenMP threads leave the cores to others
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile our sources, each for itself
         for i in range(processes):
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
