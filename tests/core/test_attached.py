@@ -143,6 +143,20 @@ def test_pieces_may_lie_anywhere():
     assert returned(run_group(_odd_inputs, WORLD, join=lent)) == [["attached"] * 3] * WORLD
 
 
+def _outputs_are_inputs(g: ProcessGroup) -> str:
+    """What comes from one rank goes where what another one still has to read lies, on every second rank."""
+    for turn in range(20):
+        given = pieces(g.rank, turn)
+        outs = [given[(k + 1) % WORLD] for k in range(WORLD)] if g.rank % 2 else [torch.empty(COUNT) for _ in given]
+        g.all_to_all(outs, given)
+        assert all(torch.equal(out, pieces(r, turn)[g.rank]) for r, out in enumerate(outs)), turn
+    return last_plan(g)
+
+
+def test_outputs_may_lie_on_inputs_that_are_lent():
+    assert returned(run_group(_outputs_are_inputs, WORLD, join=lent)) == ["attached"] * WORLD
+
+
 def test_ranks_that_are_threads_stage():
     def ways(g: ProcessGroup) -> str:
         v = LocalGroup(g.rank, g.size, g.all_gather_bytes, "threads", timeout=20, limits=LENT)

@@ -30,7 +30,7 @@ class Limits:
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
     # An all_to_all's ranks and a scatter's root lend their pieces from so many bytes and ranks on: peers read them by
-    # system call, see _core/exec/cma.h. Measured on x86-64; Neoverse N1 reads 5 GB/s so, and 10 through staging areas.
+    # system call, see _core/exec/cma.h. Measured on x86-64; a Neoverse N1 core moves 5 GB/s that way, 10 by staging.
     attach_bytes: int = 64 << 10 if X86 else NO_BYTES
     attach_scatter_bytes: int = 256 << 10
     attach_ranks: int = 4

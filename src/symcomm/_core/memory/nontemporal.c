@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "module/module.h"
+#include "reduce/reduce.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -18,7 +19,7 @@
 
 typedef void copy_function(char *dst, const char *src, size_t lines);
 
-static copy_function *copy_lines;     /* with the CPU's widest stores; NULL: they do not pay here */
+static copy_function *copy_lines;     /* with the widest stores; NULL: there are none that pay */
 static uint64_t nt_from = UINT64_MAX; /* from so many bytes on */
 
 static uint64_t last_cache(void) {
@@ -39,7 +40,7 @@ __attribute__((target("avx512f"))) static void copy_lines_avx512(char *dst, cons
     _mm_sfence();
 }
 
-__attribute__((target("avx"))) static void copy_lines_avx(char *dst, const char *src, size_t lines) {
+__attribute__((target("avx"))) static void copy_lines_avx2(char *dst, const char *src, size_t lines) {
     for (; lines; lines--, dst += LINE, src += LINE) {
         __m256i a = _mm256_loadu_si256((const void *)src), b = _mm256_loadu_si256((const void *)(src + 32));
         _mm256_stream_si256((void *)dst, a);
@@ -49,8 +50,8 @@ __attribute__((target("avx"))) static void copy_lines_avx(char *dst, const char 
 }
 
 static copy_function *widest(void) {
-    if (__builtin_cpu_supports("avx512f")) return copy_lines_avx512;
-    return __builtin_cpu_supports("avx") ? copy_lines_avx : NULL;
+    const char *set = symcomm_kernel_set();
+    return !strcmp(set, "avx512") ? copy_lines_avx512 : !strcmp(set, "avx2") ? copy_lines_avx2 : NULL;
 }
 #else
 static copy_function *widest(void) { return NULL; } /* Arm cores recognise long runs of stores by themselves */

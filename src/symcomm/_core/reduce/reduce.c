@@ -43,6 +43,8 @@ static void find_sets(void) {
 #endif
 }
 
+const char *symcomm_kernel_set(void) { return sets[chosen].name; }
+
 /* Returns 0, or -1 where this CPU has no such set. */
 static int choose_set(const char *name) {
     for (int i = 0; i < n_sets; i++) {

@@ -15,5 +15,8 @@
 int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int n_sources, size_t count,
                    double factor);
 
+/* Name of the set of kernels in use: the instructions that the whole core may use. */
+const char *symcomm_kernel_set(void);
+
 /* 1 when symcomm_reduce would accept the pair. */
 int symcomm_reduce_defined(int dtype, int op);
