@@ -51,7 +51,7 @@ def test_this_machine_as_json():
     assert done.returncode == (0 if found["fit"] else 1)
     assert states["C core"] == states["collective"] == states["memfd"] == states["loopback"] == OK
     asked = {"cores", "cpu quota", "numa", "clock", "tick counter", "open files", "container", "host name", "gpus",
-             "torch", "ptrace", "huge pages", "shared memory", "memory", "ports", "kernels"}  # fmt: skip
+             "torch", "ptrace", "huge pages", "shared memory", "memory", "ports", "kernels", "attach"}  # fmt: skip
     assert asked <= set(states)
     if HAS_TORCH:
         told = {f["check"]: f["found"] for f in found["findings"]}

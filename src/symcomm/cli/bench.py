@@ -354,15 +354,31 @@ def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bo
     _check_numbers(sources, 0, 0, 0, rounds, "kernels")
     module = _module_of("kernels")
     workload = module.Workload(sources, sizes=module.buffer_sizes(sources), **_pace(module, rounds, quick))
-    facts = bench_table.machine()
-    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f}\n")
-    with progress(workload.turns) as bar:
-        table = bench_table.GrowingTable(
-            module.title(workload), module.head(workload), bar.say, markdown=wanted.markdown
-        )
-        found = module.run_kernels_bench(workload, lambda row: table.add(module.cells(row)), bar)
+    found = _bench_row_by_row(module, workload, module.run_kernels_bench, wanted)
     print(f"# {module.note(found)}")
-    wanted.write(module, found, workload, module.title(workload))
+
+
+def bench_attach(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
+    """Copies or reads of peers' memory: what is faster is kept for groups to come."""
+    module = _module_of("attach")
+    _check_numbers(ranks or module.usual_ranks(), 0, 0, 0, rounds, "attach")
+    need_torch("symcomm bench attach")
+    workload = module.Workload(ranks or module.usual_ranks(), **_pace(module, rounds, quick))
+    found = _bench_row_by_row(module, workload, module.run_attach_bench, wanted)
+    print(f"# {module.note(found, workload)}\n# kept in {module.keep(found, workload)}")
+
+
+def _bench_row_by_row(module: Any, workload: Any, measure_all: Callable[..., list[Any]], wanted: Wanted) -> list[Any]:
+    """A row is printed when it is measured."""
+    facts = bench_table.machine()
+    where = "pinned to" if getattr(workload, "pinned", False) else "free on"
+    print(f"# {where} {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f}\n")
+    heading = module.title(workload)
+    with progress(workload.turns) as bar:
+        table = bench_table.GrowingTable(heading, module.head(workload), bar.say, markdown=wanted.markdown)
+        found = measure_all(workload, lambda row: table.add(module.cells(row)), bar)
+    wanted.write(module, found, workload, heading)
+    return found
 
 
 def _module_of(name: str) -> Any:
@@ -435,6 +451,7 @@ def bench(
       symcomm bench llm --ranks 2
       symcomm bench gpu
       symcomm bench kernels --quick
+      symcomm bench attach
       symcomm bench hosts --ranks 4 --collectives all_reduce,all_gather
       symcomm bench noise --ranks 2 --neighbours none,25:4
       symcomm bench sites
@@ -456,6 +473,8 @@ def bench(
         bench_by_parts(collective, ranks, rounds if collective == "gpu" else None, wanted, quick=quick)
     elif collective == "kernels":
         bench_kernels(ranks, rounds, wanted, quick=quick)
+    elif collective == "attach":
+        bench_attach(asked, rounds, wanted, quick=quick)
     elif collective == "noise":
         bench_noise(ranks, rounds, neighbours, against, wanted, quick=quick, pin=pin)
     elif collective in PROGRAMS:
@@ -479,7 +498,7 @@ def _effort(rounds: int | None, iters: int, warmup: int, check: bool, quick: boo
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
     pairs = ("p2p", "all", "window", "groups", "ddp", "compile", "gpu", "noise", "torch", "llm")
-    lowest = 2 if collective in pairs else 1
+    lowest = 4 if collective == "attach" else 2 if collective in pairs else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:

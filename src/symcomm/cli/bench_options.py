@@ -13,7 +13,7 @@ COLLECTIVES = (
 )  # fmt: skip
 ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
 # Each in a file of its own.
-OTHERS = ("store", "kernels", "groups", "ddp", "compile", "gpu", "hosts", "noise", "sites", "torch", "llm")
+OTHERS = ("store", "kernels", "attach", "groups", "ddp", "compile", "gpu", "hosts", "noise", "sites", "torch", "llm")
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 
@@ -43,7 +43,8 @@ Ranks = Annotated[
     option(
         "--ranks",
         "N",
-        "Ranks on each side; hosts, sites: of each; kernels: sources. [default: 2; sites: 1; llm: 2, then 4]",
+        "Ranks on each side; hosts, sites: of each; kernels: sources. "
+        "[default: 2; sites: 1; attach: cores, 4 to 16; llm: 2, then 4]",
     ),
 ]
 Rounds = Annotated[
@@ -51,7 +52,8 @@ Rounds = Annotated[
     option(
         "--rounds",
         "N",
-        "Turns that the sides take. [default: 3; kernels, llm: 7; ddp, compile, groups: 10; hosts: 5; torch: 15]",
+        "Turns that the sides take. "
+        "[default: 3; kernels, llm: 7; attach: 9; ddp, compile, groups: 10; hosts: 5; torch: 15]",
     ),
 ]
 Symmetric = Annotated[bool, flag("--symmetric", "Only tensors in symmetric memory.")]

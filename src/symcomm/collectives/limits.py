@@ -31,6 +31,7 @@ class Limits:
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
     # An all_to_all's ranks and a scatter's root lend their pieces from so many bytes and ranks on: peers read them by
     # system call, see _core/exec/cma.h. Measured on x86-64; a Neoverse N1 core moves 5 GB/s that way, 10 by staging.
+    # `symcomm bench attach` finds a machine's own (group/calibration.py).
     attach_bytes: int = 64 << 10 if X86 else NO_BYTES
     attach_scatter_bytes: int = 256 << 10
     attach_ranks: int = 4

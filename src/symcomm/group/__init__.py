@@ -2,6 +2,7 @@
 
 process_group.py  ProcessGroup: its state, how it ends, splits, shrinks and grows
 local.py          LocalGroup: one whose ranks share memory
+calibration.py    what `symcomm bench attach` found out about this machine
 factory.py        make_group(): one of these, or one across hosts (symcomm.hierarchical)
 facade.py         the collectives of every kind of group
 request.py        their arguments, checked

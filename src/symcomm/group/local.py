@@ -20,7 +20,7 @@ from symcomm import collectives, errors
 from symcomm._core import native
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
-from symcomm.group import hooks, registry
+from symcomm.group import calibration, hooks, registry
 from symcomm.group.buffers import Buffer
 from symcomm.group.custom_plans import CustomCall
 from symcomm.group.failure import Site, Status, call_site, check_living, explain
@@ -163,7 +163,7 @@ class LocalGroup(ProcessGroup):
             channel = self.arena.base + self._offset + channels + r * native.CHANNEL_BYTES
             native.poke(channel, bytes(native.CHANNEL_HEAD_BYTES))
         try:
-            everyone = self._exchange_facts(exchange, peers, total)
+            everyone = self._exchange_facts(exchange, peers, total, self._calibration() if tune else {})
         except (GroupNotBuilt, SeveralHostsError):
             self.arena.free(self._offset)
             raise
@@ -173,8 +173,9 @@ class LocalGroup(ProcessGroup):
             spares.append(self._offset)
             raise
         all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
-        if tune and self.size > all_cores.bit_count():
-            self.plan_limits = self.plan_limits.crowded()
+        if tune:
+            is_crowded = self.size > all_cores.bit_count()
+            self.plan_limits = calibration.tuned(self.plan_limits, is_crowded, everyone[0]["attach"])
         self.plan_limits = self.plan_limits.on_nodes([f["node"] for f in everyone])
         starts = [peer.base + f["offset"] for peer, f in zip(self.peers, everyone, strict=True)]
         own_process = sum(p.pid == os.getpid() for p in self.peers) == 1
@@ -202,12 +203,18 @@ class LocalGroup(ProcessGroup):
             self.arena.free(self._offset)
             raise
 
-    def _exchange_facts(self, exchange: Exchange, peers: Sequence[Peer] | None, total: int) -> list[dict[str, Any]]:
+    def _calibration(self) -> calibration.Known:
+        """What the first rank tells the others of this machine; groups too small to attach need nothing."""
+        return calibration.load() if self.rank == 0 and self.size >= self.plan_limits.attach_ranks else {}
+
+    def _exchange_facts(
+        self, exchange: Exchange, peers: Sequence[Peer] | None, total: int, attach: calibration.Known
+    ) -> list[dict[str, Any]]:
         """Exchange where each rank's part of the group lies, mapping their arenas where ``peers`` are not given."""
         cores = sum(1 << core for core in os.sched_getaffinity(0))
         node = current_node()
         self.arena.move_to(node)  # this rank may have been bound since
-        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}", "node": node}
+        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}", "node": node, "attach": attach}
         if peers is not None:
             everyone = [json.loads(item) for item in exchange(json.dumps(facts).encode())]
             self.peers = list(peers)

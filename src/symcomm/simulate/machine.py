@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from symcomm.errors import BadArgumentError, bad_argument
+from symcomm.group.calibration import cache_directory
 
 RATES = ("cached", "memory", "host_memory")
 POSITIVE = (*RATES, "between", "nodes")
@@ -89,7 +90,7 @@ DEFAULT = Machine(
 
 def cache_file() -> Path:
     """Where a calibration is kept: ``$XDG_CACHE_HOME/symcomm/machine.json``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symcomm" / "machine.json"
+    return cache_directory() / "machine.json"
 
 
 def save(machine: Machine, path: str | os.PathLike[str] | None = None) -> Path:

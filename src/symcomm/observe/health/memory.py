@@ -9,6 +9,8 @@ import resource
 import shutil
 from pathlib import Path
 
+from symcomm.collectives.limits import NO_BYTES
+from symcomm.group import calibration
 from symcomm.memory.limits import _cgroup_room, _system_room, format_bytes
 from symcomm.observe.health import FAIL, OK, WARN, Finding
 
@@ -103,6 +105,20 @@ def ptrace_scope() -> Finding:
     return Finding("ptrace", OK, f"{words.get(scope, 'unknown')} (ptrace_scope {scope})", fix)
 
 
+def attach_sizes() -> list[Finding]:
+    """From which sizes on large groups read each other's ordinary tensors by system call."""
+    return [
+        Finding("attach", OK, f"{where}: {_size(both)} (all_to_all), {_size(scatter)} (scatter), measured here")
+        for where, (both, scatter) in calibration.load().items()
+    ] or [
+        Finding("attach", OK, "usual sizes", "for large all_to_alls and scatters of 4 ranks on: symcomm bench attach")
+    ]
+
+
+def _size(nbytes: int) -> str:
+    return "never" if nbytes == NO_BYTES else f"from {format_bytes(nbytes)} on"
+
+
 CHECKS = (
     ("memory", free_memory),
     ("memfd", memory_files),
@@ -110,4 +126,5 @@ CHECKS = (
     ("huge pages", huge_pages),
     ("address space", address_space),
     ("ptrace", ptrace_scope),
+    ("attach", attach_sizes),
 )

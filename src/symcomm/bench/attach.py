@@ -1,0 +1,207 @@
+"""Measures whether ranks that read each other's ordinary tensors by system call (cross-memory attach) are faster here
+than ranks that copy through shared memory, and from which size on. Groups use the answer from then on.
+
+Two groups of the same ranks take turns, one that always attaches and one that never does.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from symcomm import errors
+from symcomm.bench import table as bench_table
+from symcomm.bench.pictures import Bars, Panel
+from symcomm.bench.run import Tick, quiet
+from symcomm.collectives.limits import NO_BYTES, Limits
+from symcomm.group import calibration
+
+CALLS = ("all_to_all", "scatter")
+SIZES = tuple(16 << 10 << k for k in range(8))  # of a piece: 16 KiB to 2 MiB
+GAIN = 1.05  # less is not worth another way
+FEWEST = Limits.attach_ranks
+MOST = 16  # ranks, where nobody says how many
+DEADLINE = 120.0  # seconds that one size may take
+
+
+@dataclass(frozen=True)
+class Workload:
+    ranks: int = FEWEST
+    rounds: int = 9
+    seconds: float = 0.01  # of one turn, at least
+
+    @property
+    def cores(self) -> int:
+        return len(os.sched_getaffinity(0))
+
+    @property
+    def where(self) -> str:
+        return calibration.CROWDED if self.ranks > self.cores else calibration.ROOMY
+
+    @property
+    def pinned(self) -> bool:
+        return self.ranks <= self.cores
+
+    @property
+    def turns(self) -> int:
+        return len(CALLS) * len(SIZES)
+
+
+def usual_ranks() -> int:
+    return min(max(FEWEST, len(os.sched_getaffinity(0))), MOST)
+
+
+QUICK: dict[str, Any] = {"rounds": 5, "seconds": 0.003}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of one call, medians."""
+
+    call: str
+    piece: int
+    copied: float
+    attached: float
+
+    @property
+    def gain(self) -> float:
+        return self.copied / self.attached
+
+
+# --- on ranks ------------------------------------------------------------------------------------------------------
+
+
+def measure(group: Any, call: str, piece: int, workload: Workload) -> tuple[float, float]:
+    """Seconds of a call that copies and of one that attaches."""
+    from symcomm.group.local import LocalGroup
+
+    if workload.pinned:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[group.rank]})
+    groups = []
+    for least in (NO_BYTES, 1):
+        limits = replace(group.plan_limits, attach_bytes=least, attach_scatter_bytes=least)
+        groups.append(LocalGroup(group.rank, group.size, group.all_gather_bytes, limits=limits, peers=group.peers))
+    calls = [_call_on(own, call, piece) for own in groups]
+    calls[1]()
+    _need_attached(groups[1])
+    counts = [_agreed(group, _count(call_once, workload.seconds)) for call_once in calls]
+    times: list[list[float]] = [[], []]
+    for _ in range(workload.rounds):
+        for side in (0, 1):
+            times[side].append(_time(group, calls[side], counts[side]))
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def _call_on(group: Any, call: str, piece: int) -> Callable[[], Any]:
+    import numpy as np
+
+    given, got = (np.ones((group.size, piece), np.uint8) for _ in range(2))
+    if call == "all_to_all":
+        return partial(group.all_to_all_single, got.reshape(-1), given.reshape(-1))
+    return partial(group.scatter, got[0], list(given) if group.rank == 0 else None, 0)
+
+
+def _need_attached(group: Any) -> None:
+    """Where the kernel refuses, the group copies; there would be nothing to compare."""
+    from symcomm.observe.recorder.records import operations_of
+
+    if operations_of(group)[group.rank][-1].plan != "attached":
+        raise errors.ResourceError(
+            "symcomm bench attach: this kernel lets no rank read another's memory; leave it, ranks copy then, or allow "
+            "it: `sysctl kernel.yama.ptrace_scope=0`."
+        )
+
+
+def _count(call_once: Callable[[], Any], seconds: float) -> int:
+    call_once()
+    begun = time.perf_counter()
+    for _ in range(3):
+        call_once()
+    return max(1, round(seconds * 3 / max(time.perf_counter() - begun, 1e-7)))
+
+
+def _agreed(group: Any, count: int) -> int:
+    return int(group.all_gather_bytes(b"%d" % count)[0])
+
+
+def _time(group: Any, call_once: Callable[[], Any], count: int) -> float:
+    """From the moment when all are there until all have done it."""
+    group.barrier()
+    begun = time.perf_counter()
+    for _ in range(count):
+        call_once()
+    group.barrier()
+    return (time.perf_counter() - begun) / count
+
+
+# --- for people ----------------------------------------------------------------------------------------------------
+
+
+def run_attach_bench(workload: Workload, seen: Callable[[Row], None] = quiet, tick: Tick = quiet) -> list[Row]:
+    """Measure every size; ``seen`` is handed each row when it is complete, ``tick`` is told after it."""
+    from symcomm.group.spawn import spawn
+
+    rows = []
+    for call in CALLS:
+        for piece in SIZES:
+            found = spawn(measure, workload.ranks, (call, piece, workload), deadline=DEADLINE)[0]
+            rows.append(Row(call, piece, *(seconds * 1e6 for seconds in found)))
+            seen(rows[-1])
+            tick(f"{call} {bench_table.short_size(piece)}")
+    return rows
+
+
+def thresholds(rows: Sequence[Row]) -> calibration.Sizes:
+    """From which size on attaching gains, in an all_to_all and in a scatter; NO_BYTES where it never does."""
+    least = []
+    for call in CALLS:
+        mine = sorted((row for row in rows if row.call == call), key=lambda row: -row.piece)
+        gaining = takewhile(lambda row: row.gain >= GAIN, mine)
+        least.append(min((row.piece for row in gaining), default=NO_BYTES))
+    return least[0], least[1]
+
+
+def keep(rows: Sequence[Row], workload: Workload) -> Path:
+    """For groups to come."""
+    return calibration.save(workload.where, thresholds(rows))
+
+
+def head(workload: Workload) -> list[str]:
+    return ["collective", "piece", "copied, us", "attached, us", "gain"]
+
+
+def cells(row: Row) -> list[str]:
+    return [row.call, bench_table.short_size(row.piece), f"{row.copied:.0f}", f"{row.attached:.0f}", f"{row.gain:.2f}x"]
+
+
+def title(workload: Workload) -> str:
+    return f"copied through shared memory or read out of peers' memory, {workload.ranks} ranks"
+
+
+def note(rows: Sequence[Row], workload: Workload) -> str:
+    def words(call: str, least: int) -> str:
+        return f"{call} never" if least == NO_BYTES else f"{call} for pieces from {bench_table.short_size(least)} on"
+
+    chosen = " and ".join(map(words, CALLS, thresholds(rows)))
+    return f"with {workload.where}, groups of {FEWEST} ranks or more attach in {chosen}"
+
+
+def picture(rows: Sequence[Row], workload: Workload, best: bool = False) -> list[Panel]:
+    panels: list[Panel] = []
+    for call in CALLS:
+        mine = [row for row in rows if row.call == call]
+        bars = {bench_table.short_size(r.piece): {"copied": r.copied, "attached": r.attached} for r in mine}
+        panels.append(Bars(call, "us a call", bars, logarithmic=True))
+    return panels
+
+
+def to_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any]:
+    """Everything measured: microseconds of one call."""
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": [asdict(row) for row in rows]}

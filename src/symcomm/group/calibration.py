@@ -1,0 +1,79 @@
+"""From which sizes on ranks read each other's ordinary tensors by system call: what ``symcomm bench attach`` found.
+
+It is kept in the user's cache directory, which machines may share: figures are told apart by CPU and kernel. A group's
+first rank reads them for all, so that all choose alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from symcomm.collectives.limits import Limits
+
+Sizes = tuple[int, int]  # of a piece, in an all_to_all and in a scatter
+Known = Mapping[str, Sizes]
+ROOMY, CROWDED = "as many cores as ranks", "more ranks than cores"
+CPU_FACTS = ("model name", "CPU implementer", "CPU part")
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cache_directory() -> Path:
+    """``$XDG_CACHE_HOME/symcomm``: what was measured on this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symcomm"
+
+
+def cache_file() -> Path:
+    return cache_directory() / "attach.json"
+
+
+@functools.cache
+def machine_name() -> str:
+    """What the figures depend on: this CPU and this kernel."""
+    try:
+        lines = [line.partition(":") for line in CPU_INFO.read_text().splitlines()]
+    except OSError:
+        lines = []
+    facts = dict.fromkeys(value.strip() for name, _, value in lines if name.strip() in CPU_FACTS)
+    return ", ".join([platform.machine(), *facts, platform.release()])
+
+
+def load() -> Known:
+    """This machine's figures. A file that cannot be read, or that says something else, is none."""
+    try:
+        known = _read().get(machine_name(), {})
+        return {where: (int(sizes[0]), int(sizes[1])) for where, sizes in known.items()}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {}
+
+
+def _read() -> dict[str, Any]:
+    try:
+        everything = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return everything if isinstance(everything, dict) else {}
+
+
+def save(where: str, sizes: Sizes) -> Path:
+    """Keep one figure, and those of other machines."""
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    everything = {**_read(), machine_name(): {**load(), where: sizes}}
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(everything, indent=1) + "\n")
+    fresh.replace(path)  # a reader sees the old file or the new one
+    return path
+
+
+def tuned(limits: Limits, is_crowded: bool, known: Known) -> Limits:
+    """For this many ranks on this many cores, with the machine's own figures where there are some."""
+    limits = limits.crowded() if is_crowded else limits
+    sizes = known.get(CROWDED if is_crowded else ROOMY)
+    return replace(limits, attach_bytes=sizes[0], attach_scatter_bytes=sizes[1]) if sizes else limits

@@ -1,0 +1,85 @@
+"""`symcomm bench attach`: both ways are measured, and the answer is one that groups use."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from symcomm import errors
+from symcomm.bench import attach
+from symcomm.bench.attach import Row, Workload
+from symcomm.cli import bench
+from symcomm.collectives.limits import NO_BYTES, Limits
+from symcomm.group import calibration
+from tests.support.faults import join_group, run_group
+from tests.support.ranks import returned
+
+KIB = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def rows(call: str, gains: dict[int, float]) -> list[Row]:
+    return [Row(call, piece * KIB, gain * 100, 100) for piece, gain in gains.items()]
+
+
+@pytest.mark.parametrize(
+    ("gains", "least"),
+    [
+        ({16: 0.5, 32: 1.1, 64: 2.0}, 32 * KIB),
+        ({16: 1.2, 32: 1.04, 64: 2.0}, 64 * KIB),  # a gain in between is chance
+        ({16: 1.2, 32: 1.2, 64: 1.0}, NO_BYTES),
+        ({16: 1.2, 32: 1.2, 64: 1.05}, 16 * KIB),
+    ],
+)
+def test_from_where_on_it_gains(gains: dict[int, float], least: int):
+    never = rows("scatter", {16: 0.9, 32: 0.9, 64: 0.9})
+    assert attach.thresholds([*rows("all_to_all", gains), *never]) == (least, NO_BYTES)
+
+
+def test_it_measures_and_groups_use_the_answer(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attach, "SIZES", (16 * KIB, 32 * KIB))
+    monkeypatch.setitem(attach.QUICK, "rounds", 1)
+    file = own_cache / "found.json"
+    result = CliRunner().invoke(bench.app, ["attach", "--quick", "--ranks", "4", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    found = [Row(**row) for row in json.loads(file.read_text())["rows"]]
+    assert [(row.call, row.piece) for row in found] == [(call, size) for call in attach.CALLS for size in attach.SIZES]
+    assert all(row.copied > 0 and row.attached > 0 for row in found)
+    assert all(" ".join(attach.cells(row)) in " ".join(result.output.split()) for row in found)
+    assert calibration.load() == {Workload(4).where: attach.thresholds(found)}
+    assert attach.note(found, Workload(4)) in result.output and str(calibration.cache_file()) in result.output
+
+
+def test_three_ranks_are_too_few():
+    result = CliRunner().invoke(bench.app, ["attach", "--ranks", "3"])
+    assert isinstance(result.exception, errors.BadArgumentError) or result.exit_code != 0
+    assert "4 or more for attach" in f"{result.exception} {result.output}"
+
+
+def test_without_ranks_it_takes_a_rank_for_every_core(monkeypatch: pytest.MonkeyPatch):
+    for cores, ranks in ((2, 4), (8, 8), (64, 16)):
+        monkeypatch.setattr(attach.os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert attach.usual_ranks() == ranks
+        assert Workload(ranks).where == (calibration.CROWDED if cores == 2 else calibration.ROOMY)
+
+
+def _copied(group):
+    group.all_to_all_single(torch.empty(4 * KIB), torch.ones(4 * KIB))
+    with pytest.raises(errors.ResourceError, match="lets no rank read another's memory; .*ptrace_scope"):
+        attach._need_attached(group)
+    return True
+
+
+def test_a_kernel_that_refuses_is_named():
+    never = partial(join_group, limits=Limits(attach_bytes=NO_BYTES))
+    assert returned(run_group(_copied, 4, join=never)) == [True] * 4
