@@ -36,9 +36,10 @@ def rows(call: str, gains: dict[int, float]) -> list[Row]:
     ("gains", "least"),
     [
         ({16: 0.5, 32: 1.1, 64: 2.0}, 32 * KIB),
-        ({16: 1.2, 32: 1.04, 64: 2.0}, 64 * KIB),  # a gain in between is chance
-        ({16: 1.2, 32: 1.2, 64: 1.0}, NO_BYTES),
-        ({16: 1.2, 32: 1.2, 64: 1.05}, 16 * KIB),
+        ({16: 1.2, 32: 0.7, 64: 2.0}, 64 * KIB),  # what is gained at 16 KiB is lost at 32
+        ({16: 0.9, 32: 1.5, 64: 0.9}, 32 * KIB),
+        ({16: 0.9, 32: 1.1, 64: 0.95}, NO_BYTES),  # gains 4.5 %
+        ({16: 0.5, 32: 0.9, 64: 1.0}, NO_BYTES),
     ],
 )
 def test_from_where_on_it_gains(gains: dict[int, float], least: int):

@@ -326,7 +326,8 @@ def lent_by_all(world: int, matrix: int | tuple[tuple[int, ...], ...], limits: L
 def test_a_scatters_root_lends_large_even_pieces_to_many_ranks():
     even = (1 << 18,) * 4
     assert lent_by_root(even) == lent_by_root(even, Limits().crowded()) == 1 << 20
-    assert lent_by_root((1 << 15,) * 4) == 0
+    assert lent_by_root((1 << 15,) * 4) == 1 << 17
+    assert lent_by_root((1 << 15,) * 4, Limits().crowded()) == lent_by_root((1 << 14,) * 4) == 0
     assert lent_by_root(even[:3]) == 0
     assert lent_by_root((*even[:3], 1 << 19)) == 0
 
@@ -336,8 +337,8 @@ def test_ranks_of_an_all_to_all_lend_large_even_pieces():
     assert lent_by_all(4, 1 << 14, limits) == 1 << 16
     assert lent_by_all(4, 1 << 13, limits) == lent_by_all(3, 1 << 14, limits) == 0
     assert lent_by_all(4, ((1 << 14,) * 4,) * 3 + ((1 << 15,) * 4,), limits) == 0
-    assert lent_by_all(4, 1 << 14, limits.crowded()) == 0
-    assert lent_by_all(4, 1 << 17, limits.crowded()) == 1 << 19
+    assert lent_by_all(4, 1 << 15, limits.crowded()) == 0
+    assert lent_by_all(4, 1 << 16, limits.crowded()) == 1 << 18
     assert Limits().attach_bytes == (64 << 10 if platform.machine() == "x86_64" else NO_BYTES)
 
 

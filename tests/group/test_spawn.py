@@ -24,6 +24,7 @@ from symcomm.group import spawn as spawn_module
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory import arena
 from symcomm.store import FileStore
+from tests.support.page_gate import until
 
 MODES = ["threads", "processes"]
 
@@ -136,9 +137,8 @@ def test_threads_give_back_what_they_took():
     before = held()
     for _ in range(5):
         symcomm.spawn(work, 3, mode="threads", deadline=20)
-    descriptors, pages, threads = held()
-    assert (descriptors, pages) == before[:2]
-    assert threads <= before[2]  # torch's own, which end when it likes, may have been among them
+    assert held()[:2] == before[:2]
+    assert until(lambda: held()[2] <= before[2])  # some of torch's own, which end when it likes, may be among them
 
 
 def test_a_symmetric_tensor_outlives_its_threads():

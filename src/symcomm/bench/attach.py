@@ -6,13 +6,14 @@ Two groups of the same ranks take turns, one that always attaches and one that n
 
 from __future__ import annotations
 
+import operator
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import takewhile
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +160,13 @@ def run_attach_bench(workload: Workload, seen: Callable[[Row], None] = quiet, ti
 
 
 def thresholds(rows: Sequence[Row]) -> calibration.Sizes:
-    """From which size on attaching gains, in an all_to_all and in a scatter; NO_BYTES where it never does."""
+    """From which size on attaching gains on the whole, in all_to_all and in scatter; NO_BYTES where it does not."""
     least = []
     for call in CALLS:
-        mine = sorted((row for row in rows if row.call == call), key=lambda row: -row.piece)
-        gaining = takewhile(lambda row: row.gain >= GAIN, mine)
-        least.append(min((row.piece for row in gaining), default=NO_BYTES))
+        largest_first = sorted((row for row in rows if row.call == call), key=lambda row: -row.piece)
+        gains = accumulate((row.gain for row in largest_first), operator.mul)
+        gain, piece = max(zip(gains, (row.piece for row in largest_first), strict=True))
+        least.append(piece if gain >= GAIN else NO_BYTES)
     return least[0], least[1]
 
 

@@ -33,7 +33,7 @@ class Limits:
     # system call, see _core/exec/cma.h. Measured on x86-64; a Neoverse N1 core moves 5 GB/s that way, 10 by staging.
     # `symcomm bench attach` finds a machine's own (group/calibration.py).
     attach_bytes: int = 64 << 10 if X86 else NO_BYTES
-    attach_scatter_bytes: int = 256 << 10
+    attach_scatter_bytes: int = 128 << 10
     attach_ranks: int = 4
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
     # By node, where each has so many ranks, go all_reduce, all_gather and broadcast, and reduce_scatter, from so many
@@ -49,7 +49,12 @@ class Limits:
     def crowded(self) -> Limits:
         """For more ranks than cores, where a turn costs several switches between processes: the largest chunks that
         three slots have room for, and one-shot whatever a rank has to read for it. Measured, 4 ranks on 2 cores: 16 MiB
-        all_gather 11 ms to 6, all_reduce 15 to 12; an all_to_all gains by lending from pieces of 512 KiB on."""
-        chunk_bytes = max(self.chunk_bytes, self.stage_bytes // SLOTS // LINE * LINE)
-        one_shot = replace(self, one_shot_extra=ANY_EXTRA, root_extra=ANY_EXTRA)
-        return replace(one_shot, chunk_bytes=chunk_bytes, attach_bytes=max(self.attach_bytes, 512 << 10))
+        all_gather 11 ms to 6, all_reduce 15 to 12; lending gains from pieces of 256 KiB on."""
+        return replace(
+            self,
+            chunk_bytes=max(self.chunk_bytes, self.stage_bytes // SLOTS // LINE * LINE),
+            one_shot_extra=ANY_EXTRA,
+            root_extra=ANY_EXTRA,
+            attach_bytes=max(self.attach_bytes, 256 << 10),
+            attach_scatter_bytes=max(self.attach_scatter_bytes, 256 << 10),
+        )
