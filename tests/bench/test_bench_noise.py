@@ -18,7 +18,7 @@ from symcomm.bench import worker as bench_worker
 from symcomm.bench.noise import Measurement, Neighbours, Workload, live_beside, parse_neighbours
 from symcomm.bench.run import Case
 from symcomm.cli import bench
-from tests.support.page_gate import until
+from tests.support.ranks import until
 
 SMALL = Case("all_reduce", 8, 2, "float32", "sum", 0, True)
 

@@ -18,8 +18,8 @@ import torch
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import attempt, leftovers, run_group
 from tests.support.halted_calls import PATTERN, of_rank
-from tests.support.page_gate import PAGE, Gate, Words, stop, symmetric, until
-from tests.support.ranks import returned
+from tests.support.page_gate import PAGE, Gate, Words, stop, symmetric
+from tests.support.ranks import returned, until
 
 pytestmark = pytest.mark.unused_process  # ranks that other tests have left in it count as sharing the cores
 

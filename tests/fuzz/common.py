@@ -8,10 +8,11 @@ import os
 import random
 import socket
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-__all__ = ["AT_ONCE", "BATCH", "Holdings", "arguments", "connect", "damaged", "eventually", "pump"]
+from tests.support.ranks import until
+
+__all__ = ["AT_ONCE", "BATCH", "Holdings", "arguments", "connect", "damaged", "pump"]
 
 AT_ONCE = 32  # connections
 BATCH = 1000  # inputs between two looks
@@ -25,13 +26,6 @@ def arguments(description: str) -> tuple[int, int]:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     given = parser.parse_args()
     return given.inputs, given.seed
-
-
-def eventually(condition: Callable[[], object], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.002)
-    return bool(condition())
 
 
 class Holdings:
@@ -49,7 +43,7 @@ class Holdings:
 
     def check(self) -> None:
         """As before, once what is on its way has ended."""
-        good = eventually(lambda: all(n <= b for n, b in zip(self._look()[:2], self._before[:2], strict=True)))
+        good = until(lambda: all(n <= b for n, b in zip(self._look()[:2], self._before[:2], strict=True)), 20)
         now = self._look()
         assert good, f"descriptors and threads: {now[:2]}, before: {self._before[:2]}"
         assert now[2] <= self._before[2] + self._more_memory, f"memory: {now[2]:,}, before: {self._before[2]:,}"

@@ -30,7 +30,8 @@ from symcomm.hierarchical.session import Caller
 from symcomm.store.address import LOOPBACK
 from symcomm.types import DType
 from symcomm.windows.hosts import Arrivals, Inbox
-from tests.fuzz.common import AT_ONCE, BATCH, Holdings, arguments, connect, damaged, eventually, pump
+from tests.fuzz.common import AT_ONCE, BATCH, Holdings, arguments, connect, damaged, pump
+from tests.support.ranks import until
 
 SIGNED = 3  # of ten inputs are frames of a rank of the job
 STEPS = sorted(AGREEMENT_STEPS)
@@ -184,11 +185,11 @@ class Bench:
         said = [f"{number}.{k}".encode() * (1 + 3000 * k) for k in range(3)]
         for text in said:
             assert self.honest.send(self.endpoint, {"group": "g", "kind": "honest"}, text)
-        assert eventually(lambda: len(self.victim.honest) == len(said)), f"{self.control.stats()}"
+        assert until(lambda: len(self.victim.honest) == len(said)), f"{self.control.stats()}"
         assert self.victim.honest == said and self.control._thread.is_alive()
         assert self.victim.is_unharmed(), "memory beside a receive was written"
         assert not self.control.stats()["unforeseen"]
-        assert eventually(lambda: not self.control.stats()["strangers"])
+        assert until(lambda: not self.control.stats()["strangers"])
         self.victim.fresh()
         for kept in (self.control._banned, self.control._lost, self.control._early):  # as long as the job, otherwise
             kept.clear()

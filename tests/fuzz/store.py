@@ -11,7 +11,8 @@ import time
 
 from symcomm.store import tcp_wire as wire
 from symcomm.store.tcp import StoreLimits, TCPStore
-from tests.fuzz.common import BATCH, Holdings, arguments, damaged, eventually, pump
+from tests.fuzz.common import BATCH, Holdings, arguments, damaged, pump
+from tests.support.ranks import until
 
 TOKEN = b"the job's token"
 LIMITS = StoreLimits(max_key=256, max_value=1 << 14, max_frame=1 << 16, max_keys=64, max_memory=64 << 20)
@@ -85,7 +86,7 @@ def fuzz(inputs: int, seed: int, tell: bool = False) -> None:
             _honest(server, token, 0)
             pump(rng, ("127.0.0.1", server.port), [client_bytes(rng) for _ in range(min(BATCH, inputs - done))])
             _honest(server, token, 1)
-            assert eventually(lambda s=server: s.server_stats()["clients"] == 1), server.server_stats()
+            assert until(lambda s=server: s.server_stats()["clients"] == 1), server.server_stats()
             if token:  # nobody but the honest has written
                 assert sorted(server.list_keys()) == ["count", "honest"]
         except BaseException as error:

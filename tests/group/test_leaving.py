@@ -23,8 +23,8 @@ from symcomm.group import local
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import attempt, leftovers, run_group
 from tests.support.halted_calls import PATTERN
-from tests.support.page_gate import Words, ordinary, symmetric, until
-from tests.support.ranks import returned
+from tests.support.page_gate import Words, ordinary, symmetric
+from tests.support.ranks import returned, until
 
 N = 16_384  # elements: a message of so many is read where it lies, if that is symmetric
 PROMPT = 5.0  # seconds, far below the deadlines here

@@ -18,7 +18,8 @@ import symcomm
 from symcomm import ANY_SOURCE, Message, errors
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import run_group
-from tests.support.page_gate import Words, until
+from tests.support.page_gate import Words
+from tests.support.ranks import until
 
 SIZES = (0, 1, 7, 1000, 65_536, 100_000, 1_000_001)  # elements: below and above the ring's 256 KiB
 

@@ -17,7 +17,7 @@ import symcomm
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.process_group import ProcessGroup
-from tests.support.page_gate import until
+from tests.support.ranks import until
 
 LOGGER = "symcomm.group.standoff"
 

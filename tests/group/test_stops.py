@@ -26,8 +26,7 @@ from symcomm.memory import share
 from symcomm.store import FileStore
 from tests.support.elastic_ranks import ElasticRanks
 from tests.support.faults import process_state
-from tests.support.page_gate import until
-from tests.support.ranks import returned
+from tests.support.ranks import returned, until
 from tests.support.reconfigure_ranks import STEPS, Party, around, before_hosts_connect, expected, failure, on_hosts
 
 SECONDS = 4.0  # of one deadline: all scenarios of a test run at once

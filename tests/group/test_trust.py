@@ -19,8 +19,8 @@ from symcomm._core import native
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import attempt, leftovers, run_group
 from tests.support.halted_calls import APART, CASES, HALTED, MUTUAL, PATTERN, of_rank, total
-from tests.support.page_gate import Gate, Words, ordinary, state_of, stop, symmetric, until
-from tests.support.ranks import returned
+from tests.support.page_gate import Gate, Words, ordinary, state_of, stop, symmetric
+from tests.support.ranks import returned, until
 
 RAISED, OVER = 0, 8  # words: ranks that gave up and overwrote their tensors, from RAISED on; rounds that are over
 SMALL, MEDIUM, LARGE = 1000, 16_384, 1 << 20  # elements: less than a page; direct, or one turn; many turns

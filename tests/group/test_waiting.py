@@ -21,7 +21,8 @@ from symcomm.group.local import SPIN_COUNT
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.control_groups import PROC, Quota, granted_cores, quotas, watch_quotas
 from tests.support.faults import run_group
-from tests.support.page_gate import Words, until
+from tests.support.page_gate import Words
+from tests.support.ranks import until
 
 pytestmark = pytest.mark.unused_process
 

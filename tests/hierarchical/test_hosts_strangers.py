@@ -12,7 +12,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ from symcomm.hierarchical.operation import Operation
 from symcomm.store import HashStore, TCPStore
 from symcomm.store.address import LOOPBACK
 from symcomm.windows.hosts import Arrivals, _inbox_of
+from tests.support.ranks import until
 
 GARBAGE = {
     "http": b"GET / HTTP/1.0\r\n\r\n",
@@ -52,13 +53,6 @@ GARBAGE = {
 
 def run(fn: Any, hosts: list[int], *args: Any, timeout: float = 10) -> list[Any]:
     return symcomm.spawn(fn, sum(hosts), args, mode="threads", hosts=hosts, deadline=60, timeout=timeout)
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 10) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    return bool(condition())
 
 
 def hung_up(sock: socket.socket) -> bool:
@@ -106,7 +100,7 @@ class Pair:
     def still_work(self) -> bool:
         number = next(self._numbers)
         sent = self.channels[1].send(self.endpoints[0], {"group": "g", "number": number}, b"payload")
-        arrived = eventually(lambda: ("bb.2", {"group": "g", "number": number}, b"payload") in self.groups[0].told)
+        arrived = until(lambda: ("bb.2", {"group": "g", "number": number}, b"payload") in self.groups[0].told)
         return sent and arrived and self.channels[0]._thread.is_alive()
 
 
@@ -143,7 +137,7 @@ def test_a_wrong_proof_is_not_let_in(pair: Pair) -> None:
     group = Group()
     assert other.join("g", group)
     assert other.send(right._replace(secret="something else"), {"group": "g", "number": 1})
-    assert eventually(lambda: "aa.1" in group.lost) and not other.backlog("aa.1")
+    assert until(lambda: "aa.1" in group.lost) and not other.backlog("aa.1")
     assert all(sender != "cc.3" for sender, _, _ in pair.groups[0].told)
     other.close()
 
@@ -161,7 +155,7 @@ def test_an_impostor_is_told_nothing(pair: Pair) -> None:
         while more := sock.recv(1 << 16):
             said += more
     assert b"word" not in said and b"payload" not in said and pair.endpoints[0].secret.encode() not in said
-    assert eventually(lambda: pair.groups[1].lost == ["aa.1"])
+    assert until(lambda: pair.groups[1].lost == ["aa.1"])
     pair.channels[1]._lost.clear()  # the impostor is gone, and the rank it posed as was never met
 
 
@@ -174,7 +168,7 @@ def test_strangers_are_few_and_not_for_long(pair: Pair, monkeypatch: pytest.Monk
     assert len(os.listdir("/proc/self/fd")) - before <= len(silent) + listener.STRANGERS + 4
     assert pair.channels[0].stats()["strangers"] <= listener.STRANGERS
     monkeypatch.setattr(listener, "GREETING_S", 0.1)
-    assert eventually(lambda: not pair.channels[0].stats()["strangers"])
+    assert until(lambda: not pair.channels[0].stats()["strangers"])
     assert all(hung_up(sock) for sock in silent)
     for sock in silent:
         sock.close()
@@ -201,7 +195,7 @@ def test_young_strangers_are_not_pushed_out(pair: Pair, monkeypatch: pytest.Monk
     others = [ControlChannel(f"{i:02x}.9") for i in range(20)]
     for i, channel in enumerate(others):
         assert channel.join("g", Group()) and channel.send(pair.endpoints[0], {"group": "g", "number": i})
-    assert eventually(lambda: len(pair.groups[0].told) == len(others))
+    assert until(lambda: len(pair.groups[0].told) == len(others))
     assert not pair.channels[0].stats()["refused"]
     for channel in others:
         channel.close()
@@ -221,7 +215,7 @@ def test_out_of_descriptors_the_door_waits(pair: Pair, caplog: pytest.LogCapture
         with caplog.at_level(logging.WARNING, "symcomm.hosts"):
             for sock in knocks:
                 sock.connect((LOOPBACK, pair.endpoints[0].port))
-            assert eventually(lambda: channel.stats()["pauses"])
+            assert until(lambda: channel.stats()["pauses"])
             used, begun, pauses = time.process_time(), time.monotonic(), channel.stats()["pauses"]
             time.sleep(0.5)
             seconds, more = time.monotonic() - begun, channel.stats()["pauses"] - pauses
@@ -233,7 +227,7 @@ def test_out_of_descriptors_the_door_waits(pair: Pair, caplog: pytest.LogCapture
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "lets nobody in for 1 s" in caplog.text and "ulimit -n" in caplog.text
-    assert eventually(lambda: channel.stats()["strangers"] == len(knocks))
+    assert until(lambda: channel.stats()["strangers"] == len(knocks))
     for sock in knocks:
         sock.close()
 
@@ -438,7 +432,7 @@ def test_a_rank_that_sends_what_none_does_loses_its_connection(what: str) -> Non
         if g.rank == 1:
             assert g.tell(0, header, b"\x09" * nbytes)
         if work is not None:
-            assert eventually(lambda: g.control.stats()["refused"])
+            assert until(lambda: g.control.stats()["refused"])
             with pytest.raises(errors.RankFailedError):
                 work.wait(5)
         done.wait(30)
@@ -482,7 +476,7 @@ def test_little_is_kept_for_groups_that_are_not_made_yet(pair: Pair, monkeypatch
     assert other.join("g", group)
     for k in range(11):
         other.send(pair.endpoints[0], {"group": f"not yet {k % 3}", "number": k}, b"12345")
-    assert eventually(lambda: "aa.1" in group.lost)
+    assert until(lambda: "aa.1" in group.lost)
     channel = pair.channels[0]
     assert "more than can be kept" in channel.stats()["reasons"][-1] and "cc.3" in channel._banned
     assert (channel._early_frames, channel._early_bytes) == (10, 50)
@@ -499,9 +493,9 @@ def test_what_came_early_is_checked_as_well(pair: Pair) -> None:
 
     other, group = ControlChannel("cc.3"), Group()
     assert other.join("g", group) and other.send(pair.endpoints[0], {"group": "later"})
-    assert eventually(lambda: pair.channels[0]._early_frames)
+    assert until(lambda: pair.channels[0]._early_frames)
     assert pair.channels[0].join("later", strict := Strict())
-    assert eventually(lambda: "aa.1" in group.lost) and strict.lost == ["cc.3"]
+    assert until(lambda: "aa.1" in group.lost) and strict.lost == ["cc.3"]
     other.close()
 
 
@@ -510,7 +504,7 @@ def test_a_rank_that_was_refused_does_not_come_back(pair: Pair) -> None:
     other, group = ControlChannel("cc.3"), Group()
     assert other.join("g", group)
     other.send(pair.endpoints[0], {"group": "g", "number": 1})
-    assert eventually(lambda: "aa.1" in group.lost)
+    assert until(lambda: "aa.1" in group.lost)
     assert all(sender != "cc.3" for sender, _, _ in pair.groups[0].told)
     other.close()
 
@@ -524,7 +518,7 @@ def test_an_error_of_ours_ends_one_connection_and_not_the_channel(pair: Pair) ->
     assert pair.channels[0].join("broken", broken)
     other, group = ControlChannel("cc.3"), Group()
     assert other.join("g", group) and other.send(pair.endpoints[0], {"group": "broken"})
-    assert eventually(lambda: "aa.1" in group.lost) and pair.channels[0].stats()["unforeseen"] == 1
+    assert until(lambda: "aa.1" in group.lost) and pair.channels[0].stats()["unforeseen"] == 1
     other.close()
 
 
@@ -557,9 +551,9 @@ def test_a_second_line_of_a_rank_is_not_taken() -> None:
         g.barrier()
         if g.rank == 0:
             second = g.control.dial(g.endpoint(1), g._key)
-            assert eventually(lambda: _is_over(second))
+            assert until(lambda: _is_over(second))
         else:
-            assert eventually(lambda: g.control.stats()["refused"])
+            assert until(lambda: g.control.stats()["refused"])
         x = torch.ones(3)
         g.all_reduce(x)
         return x.tolist(), g.control.stats()["refused"]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from symcomm.observe.server import server as server_module
 from symcomm.observe.server.server import start
 from tests.fuzz import http as fuzz_http
 from tests.support.control_client import ask, connect, exchange
+from tests.support.ranks import until
 
 TOKEN = "the-token-of-this-job"
 
@@ -52,16 +52,6 @@ def status_of(answer: bytes) -> int:
     found = re.match(rb"HTTP/1\.1 (\d{3}) ", answer)
     assert found, f"no HTTP answer: {answer[:100]!r}"
     return int(found[1])
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether something comes true; threads that were told to end take a moment."""
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def _serving() -> int:
@@ -349,7 +339,7 @@ def test_many_connections(tcp):
             held.append(connect(tcp))
         assert ask(tcp, "POST", "/handler/ping").content == b"pong"  # strangers that wait make room
         assert ask(tcp, "GET", "/api/v1/rank", token=TOKEN).status == 200
-        assert eventually(lambda: _serving() <= acceptor.STRANGERS)
+        assert until(lambda: _serving() <= acceptor.STRANGERS, 20)
     finally:
         for client in held:
             client.close()
@@ -375,7 +365,7 @@ def test_what_ends_a_connection_is_counted(monkeypatch, caplog):
         exchange(address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         exchange(address, b"GET / HT")  # and then nothing
         held = [connect(address) for _ in range(4)]
-        assert eventually(lambda: set(_counts(address)) >= {"refused", "too slow", "made room"})
+        assert until(lambda: set(_counts(address)) >= {"refused", "too slow", "made room"}, 20)
         assert _counts(address)["refused"] == 2
         for client in held:
             client.close()
@@ -399,7 +389,7 @@ def test_what_no_one_thought_of_ends_one_connection_only(tcp, monkeypatch, caplo
     monkeypatch.setattr(http_session.HttpSession, "_next_event", break_now)
     for _ in range(3):
         assert exchange(tcp, with_token("GET /odd HTTP/1.1\r\n\r\n")) == b""
-    assert eventually(lambda: _counts(tcp).get("failed") == 3)
+    assert until(lambda: _counts(tcp).get("failed") == 3, 20)
     assert caplog.text.count("MemoryError: as if") == 1, "said once"
 
 
@@ -539,7 +529,7 @@ def test_descriptors_and_threads_are_given_back():
     for _ in range(10):
         with start("unix", gil_seconds=0) as server:
             ask(server.address, "POST", "/handler/ping")
-    assert eventually(lambda: open_files() <= before[0] and threading.active_count() <= before[1])
+    assert until(lambda: open_files() <= before[0] and threading.active_count() <= before[1], 20)
 
 
 def test_a_forked_child_serves_nothing_and_removes_nothing():

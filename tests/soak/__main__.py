@@ -31,8 +31,8 @@ from tests.soak.scenario import HARMLESS, STARVED, STOPPED_TIMEOUT, Scenario
 from tests.soak.stranger import Stranger
 from tests.support.elastic_ranks import ElasticRanks
 from tests.support.faults import leftovers
-from tests.support.page_gate import state_of, until
-from tests.support.ranks import Outcome
+from tests.support.page_gate import state_of
+from tests.support.ranks import Outcome, until
 
 LIMIT = 60.0  # seconds: a scenario that takes longer hangs
 PAUSE = 0.3  # seconds: for less than the deadline of any call

@@ -20,7 +20,8 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
 from tests.soak.scenario import HARMLESS, STARVED, STOPPED_TIMEOUT, Scenario
 from tests.support.halted_calls import CASES, PATTERN, shift_values
-from tests.support.page_gate import ordinary, symmetric, until
+from tests.support.page_gate import ordinary, symmetric
+from tests.support.ranks import until
 
 STEPS_AFTER = 12
 TURNS = 20  # of groups that are left, in a scenario

@@ -27,8 +27,8 @@ from symcomm.errors import (
 from symcomm.store.base import QueueEmptyError
 from symcomm.store.tcp import StoreLimits, TCPStore
 from symcomm.store.tcp_server import _bind_addresses
-from tests.support.ranks import run_ranks
-from tests.support.tcp import TEN, client, in_thread, serve, wait_until
+from tests.support.ranks import run_ranks, until
+from tests.support.tcp import TEN, client, in_thread, serve
 
 
 @pytest.fixture
@@ -130,15 +130,15 @@ def test_nothing_is_left_behind(store):
                 call()
         other = client(store.port)
         waiting = in_thread(other.get, "never")
-        wait_until(lambda turn=turn: store.server_stats()["requests"] > turn)
+        assert until(lambda turn=turn: store.server_stats()["requests"] > turn)
         other._connection._sock.shutdown(socket.SHUT_RDWR)
         with pytest.raises(StoreConnectionError):
             waiting()
         other.close()
         assert all(store.delete_key(key) for key in store.list_keys())
-    wait_until(lambda: store.server_stats()["clients"] == 1)
+    assert until(lambda: store.server_stats()["clients"] == 1)
     assert store.num_keys() == 0
-    wait_until(lambda: store.server_stats()["bytes"] <= before + 2048)  # what its buffers keep
+    assert until(lambda: store.server_stats()["bytes"] <= before + 2048)  # what its buffers keep
 
 
 def test_waiting_for_very_many_keys(store):
@@ -256,13 +256,13 @@ def test_a_caller_that_gave_up_is_not_counted_at_a_barrier(store):
     with pytest.raises(DeadlineError):
         impatient.barrier("b", 2, 0.02)
     gone = in_thread(dying.barrier, "b", 2)
-    wait_until(lambda: store.get("b") == b"1")
+    assert until(lambda: store.get("b") == b"1")
     dying._connection._sock.shutdown(socket.SHUT_RDWR)
     with pytest.raises(StoreConnectionError):
         gone()
-    wait_until(lambda: store.get("b") == b"0")
+    assert until(lambda: store.get("b") == b"0")
     first = in_thread(client(store.port).barrier, "b", 2)
-    wait_until(lambda: store.get("b") == b"1")
+    assert until(lambda: store.get("b") == b"1")
     store.barrier("b", 2)
     first()
 
@@ -282,7 +282,7 @@ def test_an_item_promised_to_a_client_that_dies_goes_to_the_next(store):
     raw = first._connection._sock
     raw.sendall(b"\x06" + (1).to_bytes(8, "little") + (2).to_bytes(8, "little") + b"/q")  # waits, will never pop
     store.add("sync", 0)
-    wait_until(lambda: store.server_stats()["requests"] >= 8)
+    assert until(lambda: store.server_stats()["requests"] >= 8)
     result = in_thread(second.queue_pop, "q")
     time.sleep(0.05)
     store.queue_push("q", "item")
@@ -473,7 +473,7 @@ def test_five_hundred_clients(store):
     assert store.server_stats()["clients"] == 501
     for own in clients:
         own.close()
-    wait_until(lambda: store.server_stats()["clients"] == 1)
+    assert until(lambda: store.server_stats()["clients"] == 1)
 
 
 def test_too_few_descriptors_is_said_before_anything_starts():

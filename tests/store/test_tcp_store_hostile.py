@@ -21,7 +21,8 @@ import pytest
 from symcomm._core import native
 from symcomm.errors import StoreAuthError
 from symcomm.store.tcp import StoreLimits, TCPStore
-from tests.support.tcp import client, in_thread, serve, wait_until
+from tests.support.ranks import until
+from tests.support.tcp import client, in_thread, serve
 
 HELLO = b"\x00" + struct.pack("=I", 0x3C85F7CE)
 
@@ -61,7 +62,7 @@ def store():
 
 
 def last_reason(store: TCPStore) -> str:
-    wait_until(lambda: store.server_stats()["reasons"])
+    assert until(lambda: store.server_stats()["reasons"])
     return store.server_stats()["reasons"][-1]
 
 
@@ -105,7 +106,7 @@ def test_what_a_store_does_not_understand(store, data, reason):
 def test_a_frame_that_ends_too_early(store):
     sock = raw(store.port, HELLO + b"\x01" + field(b"key") + u64(1000) + b"only a bit")
     sock.close()
-    wait_until(lambda: store.server_stats()["refused"] == 1)
+    assert until(lambda: store.server_stats()["refused"] == 1)
     assert "left in the middle of a set call (30 of at least 1020 bytes)" in last_reason(store)
     assert not store.check(["key"])
 
@@ -129,12 +130,12 @@ def test_a_client_that_never_says_hello(store):
 def test_a_promise_of_a_large_value_costs_nothing(store):
     before = store.server_stats()["bytes"]
     socks = [raw(store.port, HELLO + b"\x01" + field(b"k") + u64(1 << 20) + b"x") for _ in range(100)]
-    wait_until(lambda: store.server_stats()["accepted"] == 101)
+    assert until(lambda: store.server_stats()["accepted"] == 101)
     time.sleep(0.05)
     assert store.server_stats()["bytes"] - before < 100 * 8192
     for sock in socks:
         sock.close()
-    wait_until(lambda: store.server_stats()["clients"] == 1)
+    assert until(lambda: store.server_stats()["clients"] == 1)
     store.add("sync", 1)
     assert store.server_stats()["bytes"] < before + 4096
 
@@ -200,12 +201,12 @@ def test_clients_that_are_killed_in_a_frame_or_a_wait(store):
     for process in processes:
         process.start()
     others = [in_thread(client(store.port).get, "never") for _ in range(3)]
-    wait_until(lambda: store.server_stats()["clients"] == 1 + 3 + 6, 30)
+    assert until(lambda: store.server_stats()["clients"] == 1 + 3 + 6, 30)
     time.sleep(0.1)
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
         process.join(5)
-    wait_until(lambda: store.server_stats()["clients"] == 4)
+    assert until(lambda: store.server_stats()["clients"] == 4)
     assert not store.check(["victim"])
     store.set("never", "after all")
     assert [other() for other in others] == [b"after all"] * 3
@@ -228,13 +229,13 @@ def test_running_out_of_descriptors(store):
                 break
         for sock in waiting:
             sock.connect(("127.0.0.1", store.port))
-        wait_until(lambda: any("cannot accept" in line for line in store.server_stats()["reasons"]))
+        assert until(lambda: any("cannot accept" in line for line in store.server_stats()["reasons"]))
         assert store.add("n", 1) == 1 and other.add("n", 1) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for filler in fillers:
             os.close(filler)
-    wait_until(lambda: store.server_stats()["accepted"] == 22)
+    assert until(lambda: store.server_stats()["accepted"] == 22)
     for sock in waiting:
         sock.close()
 
@@ -281,8 +282,8 @@ def test_a_missing_or_wrong_token_is_refused_with_words(server, ours, words, rea
     with pytest.raises(StoreAuthError, match=words):
         client(store.port, token=ours)
     if "called" in reason:
-        wait_until(lambda: any(reason in line for line in store.server_stats()["reasons"]))
-        wait_until(lambda: reason in caplog.text)
+        assert until(lambda: any(reason in line for line in store.server_stats()["reasons"]))
+        assert until(lambda: reason in caplog.text)
     assert store.add("n", 1) == 1
 
 
@@ -296,7 +297,7 @@ def test_a_client_that_lies_about_its_token_is_refused(monkeypatch):
     )
     with pytest.raises(StoreAuthError, match="did not accept"):
         client(store.port, token="wrong")
-    wait_until(lambda: any("holds another job token" in line for line in store.server_stats()["reasons"]))
+    assert until(lambda: any("holds another job token" in line for line in store.server_stats()["reasons"]))
 
 
 def test_the_token_never_travels():
@@ -400,7 +401,7 @@ def test_three_thousand_mangled_frames(token):
             sock.close()
         assert healthy.add("mine/count", 1) > 0
     assert healthy.get("mine/alone") == b"safe"
-    wait_until(lambda: store.server_stats()["clients"] == 2)
+    assert until(lambda: store.server_stats()["clients"] == 2)
     assert store.server_stats()["refused"] > 100
     assert resident_kib() - before < 32 << 10
     client(store.port, token=token).set("after", "all")

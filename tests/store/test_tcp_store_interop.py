@@ -12,8 +12,8 @@ import pytest
 
 from symcomm.errors import DeadlineError, StoreAuthError, StoreConnectionError
 from symcomm.store.tcp import TCPStore
-from tests.support.ranks import run_ranks
-from tests.support.tcp import in_thread, wait_until
+from tests.support.ranks import run_ranks, until
+from tests.support.tcp import in_thread
 
 dist = pytest.importorskip("torch.distributed")
 
@@ -30,7 +30,7 @@ def meet(store, key: str, world: int) -> None:
         store.barrier(key, world, TEN)
     else:
         store.add(key, 1)
-        wait_until(lambda: store.add(key, 0) == world)
+        assert until(lambda: store.add(key, 0) == world)
 
 
 def serve(kind: str, **more):
@@ -266,7 +266,7 @@ def test_a_pytorch_client_without_the_token_is_refused_and_the_log_says_why():
             client("torch", server.port, timedelta(seconds=1))
 
     in_thread(attempt)(60)
-    wait_until(lambda: any("ping without the job token" in line for line in server.server_stats()["reasons"]))
+    assert until(lambda: any("ping without the job token" in line for line in server.server_stats()["reasons"]))
     assert server.add("n", 1) == 1
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -128,11 +127,3 @@ def on_two_ranks(body, store=None) -> list:
     if failures:
         raise failures[0]
     return results
-
-
-def eventually(condition) -> None:
-    """Hooks run in the thread that first sees the end of an operation, which need not be the one that waits for it."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "did not happen within 20 s"
-        time.sleep(0.001)

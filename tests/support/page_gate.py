@@ -18,15 +18,13 @@ import signal
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from symcomm import symm_mem
 from tests.support.faults import readable
+from tests.support.ranks import until
 
 PAGE = 4096
 # Loads modules for seconds: here, and not when each forked rank makes its first symmetric tensor.
@@ -54,16 +52,6 @@ class Words:
     def reach(self, index: int, value: int, seconds: float = 10.0) -> bool:
         """Wait until the number is at least ``value``; False when it is not by then."""
         return until(lambda: self[index] >= value, seconds)
-
-
-def until(true: Callable[[], Any], seconds: float = 10.0) -> bool:
-    """Wait for what another process or thread does; False when it has not by then."""
-    end = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.0005)
-    return True
 
 
 class Gate:

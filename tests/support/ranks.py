@@ -45,6 +45,16 @@ class Outcome:
         return f"rank {self.rank} {self.kind}: {self.text or self.value!r}"
 
 
+def until(true: Callable[[], Any], seconds: float = 10.0) -> bool:
+    """Wait for what another process or thread does; False when it has not by then."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
 def returned(outcomes: list[Outcome]) -> list[Any]:
     """What every rank gave; all must have."""
     if any(outcome.kind != "returned" for outcome in outcomes):

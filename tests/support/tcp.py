@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 
 from symcomm.store.tcp import TCPStore
@@ -41,10 +40,3 @@ def in_thread(call, *args):
         return value
 
     return result
-
-
-def wait_until(condition, seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.002)

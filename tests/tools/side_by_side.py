@@ -87,7 +87,8 @@ def run(files: list[str], processes: int, logs: Path) -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as share:
         running = []
-        env = {"GOMP_SPINCOUNT": "0", **os.environ, SHARE: share}  # idle OpenMP threads leave the cores to others
+        # Idle threads of OpenMP leave the cores to others; OpenBLAS, of which nobody here computes with much, has none.
+        env = {"GOMP_SPINCOUNT": "0", "OPENBLAS_NUM_THREADS": "1", **os.environ, SHARE: share}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile our sources, each for itself
         for i in range(processes):
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
