@@ -102,7 +102,6 @@ class TorchSide:
 
     reduce_scatter: str  # what the library calls it
     all_gather: str
-    pieces_first: bool  # whether its gather takes the root's list before the input
 
     def __init__(self, library: Any, ops: Any, rank: int, world: int) -> None:
         import torch
@@ -154,19 +153,21 @@ class TorchSide:
         """The library's call with all its arguments."""
         library, root, make = self.library, case.root, functools.partial
         op = getattr(self.ops, TORCH_OPS[case.op])
-        gathered = (pieces, source) if self.pieces_first else (source, pieces)
         calls: dict[str, Callable[..., Any]] = {
             "all_reduce": make(library.all_reduce, result, op),
             "reduce": make(library.reduce, result, root, op),
             "reduce_scatter": make(getattr(library, self.reduce_scatter), result, source, op),
             "broadcast": make(library.broadcast, result, root),
             "all_gather": make(getattr(library, self.all_gather), result, source),
-            "gather": make(library.gather, *gathered, root),
+            "gather": self.gather(source, result, pieces, root),
             "scatter": make(library.scatter, result, pieces, root),
             "all_to_all": make(library.all_to_all_single, result, source),
             "p2p": ping_pong(self.rank, make(library.send, source), make(library.recv, result)),
         }
         return calls[case.collective]
+
+    def gather(self, source: Any, result: Any, pieces: list[Any] | None, root: int) -> Callable[..., Any]:
+        return functools.partial(self.library.gather, source, pieces, root)
 
 
 def after_copy(copy: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +184,7 @@ TORCH_OPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg":
 
 
 class SymcommSide(TorchSide):
-    reduce_scatter, all_gather, pieces_first = "reduce_scatter_single", "all_gather_single", True
+    reduce_scatter, all_gather = "reduce_scatter_single", "all_gather_single"
 
     def __init__(self, group: Any):
         import symcomm
@@ -208,6 +209,10 @@ class SymcommSide(TorchSide):
         memory = self.empty(count, dtype, "ordinary")
         return self.group.new_window(memory), memory
 
+    def gather(self, source: Any, result: Any, pieces: list[Any] | None, root: int) -> Callable[..., Any]:
+        """Into one buffer, as MPI's."""
+        return functools.partial(self.group.gather_single, result if pieces else None, source, root)
+
     def ways(self) -> dict[str, int]:
         counts = self.group.call_stats().values()
         return {"long": sum(c["long"] for c in counts), "calls": sum(c["short"] + c["long"] for c in counts)}
@@ -230,7 +235,7 @@ class SymcommSide(TorchSide):
 class GlooSide(TorchSide):
     """torch.distributed's default group, whoever made it."""
 
-    reduce_scatter, all_gather, pieces_first = "reduce_scatter_tensor", "all_gather_into_tensor", False
+    reduce_scatter, all_gather = "reduce_scatter_tensor", "all_gather_into_tensor"
 
     def __init__(self) -> None:
         import torch.distributed as dist
