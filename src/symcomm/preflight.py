@@ -22,6 +22,18 @@ def need_torch(what: str) -> None:
         raise errors.ResourceError(f"{what}: this needs torch, which is not installed; run `{INSTALL_TORCH}`.")
 
 
+def cache_directory() -> Path:
+    """``$XDG_CACHE_HOME/symcomm``, where measurements of this machine are kept. A user without a home, as in some
+    containers, is given one that is not there."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base if os.path.isabs(base) else "/nonexistent", "symcomm")
+
+
+def check_cache_directory(call: str) -> None:
+    """Refuse before a measurement what could not be kept after it."""
+    check_output_folder(call, "XDG_CACHE_HOME", cache_directory())
+
+
 def check_output_file(call: str, option: str, path: Path) -> None:
     """Refuse before the work a file that could not be written after it. Nothing is left behind or changed."""
     folder = path.absolute().parent

@@ -73,6 +73,13 @@ def test_what_is_no_measurement_is_none(text: str):
     assert calibration.load()[ROOMY] == (1, 2)
 
 
+def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # nor is there one in /etc/passwd
+    assert calibration.load() == {} and not calibration.cache_file().is_relative_to(Path.cwd())
+
+
 def _choose(group: ProcessGroup, sizes: tuple[int, ...]) -> tuple[Limits, list[str]]:
     """The limits, and which way all_to_alls of these sizes went."""
     plans = []

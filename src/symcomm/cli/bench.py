@@ -25,7 +25,7 @@ from symcomm.cli import bench_options as options
 from symcomm.cli.bench_options import COLLECTIVES, DTYPES, ONE_SIDED, OPS, OTHERS
 from symcomm.cli.command import Command
 from symcomm.cli.progress import progress
-from symcomm.preflight import check_output_file, has_torch, need_torch
+from symcomm.preflight import check_cache_directory, check_output_file, has_torch, need_torch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -363,6 +363,7 @@ def bench_attach(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick
     module = _module_of("attach")
     _check_numbers(ranks or module.usual_ranks(), 0, 0, 0, rounds, "attach")
     need_torch("symcomm bench attach")
+    check_cache_directory("symcomm bench attach")
     workload = module.Workload(ranks or module.usual_ranks(), **_pace(module, rounds, quick))
     found = _bench_row_by_row(module, workload, module.run_attach_bench, wanted)
     print(f"# {module.note(found, workload)}\n# kept in {module.keep(found, workload)}")

@@ -17,6 +17,7 @@ from symcomm.bench.pictures import Curves, check_picture, draw
 from symcomm.cli import simulate_options as options
 from symcomm.cli.command import Command
 from symcomm.cli.simulate_check import draw_table, show_check
+from symcomm.preflight import check_cache_directory
 from symcomm.simulate import machine as machines
 from symcomm.simulate.predict import Cluster, Estimate, compare, why_left_out
 from symcomm.simulate.topology import Topology, parse_topology, resized
@@ -108,6 +109,7 @@ def _machine(file: Path | None, cores: int, memory: str, nodes: int) -> machines
 def measure_this_machine() -> None:
     from symcomm.simulate.calibrate import calibrate
 
+    check_cache_directory(CALL)
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     machine = calibrate()
     path = machines.save(machine)

@@ -16,17 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from symcomm.collectives.limits import Limits
+from symcomm.preflight import cache_directory
 
 Sizes = tuple[int, int]  # of a piece, in an all_to_all and in a scatter
 Known = Mapping[str, Sizes]
 ROOMY, CROWDED = "as many cores as ranks", "more ranks than cores"
 CPU_FACTS = ("model name", "CPU implementer", "CPU part")
 CPU_INFO = Path("/proc/cpuinfo")
-
-
-def cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/symcomm``: what was measured on this machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symcomm"
 
 
 def cache_file() -> Path:
@@ -47,7 +43,8 @@ def machine_name() -> str:
 def load() -> Known:
     """This machine's figures. A file that cannot be read, or that says something else, is none."""
     try:
-        known = _read().get(machine_name(), {})
+        everything = _read()
+        known = everything.get(machine_name(), {}) if everything else {}
         return {where: (int(sizes[0]), int(sizes[1])) for where, sizes in known.items()}
     except (ValueError, LookupError, TypeError, AttributeError):
         return {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from symcomm.errors import BadArgumentError, bad_argument
-from symcomm.group.calibration import cache_directory
+from symcomm.preflight import cache_directory
 
 RATES = ("cached", "memory", "host_memory")
 POSITIVE = (*RATES, "between", "nodes")
