@@ -20,7 +20,6 @@ BUILD_PYTHON  ?= python3.11
 PIP           := -m pip install -q --disable-pip-version-check
 TESTERS       ?= 3
 EXTRAS        := dev,torch,plot,notebook,examples,docs
-# The pip that comes with Python 3.11 takes twice as long to find versions that fit, and compiles on one core.
 # pip warns at length of what harms nobody: only a failure shows what it said.
 SETUP_LOG     := build/setup.log
 quietly        = $(1) >$(SETUP_LOG) 2>&1 || { cat $(SETUP_LOG); exit 1; }
@@ -39,6 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== making the environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "== installing PyTorch and tools into it (first time only: some minutes, 2 to 6 GB)"
+	@# The pip that comes with Python 3.11 takes twice as long to find versions that fit, and any compiles on one core.
 	@$(call quietly,$(BIN)/python $(PIP) -c constraints.txt "pip>=25" "setuptools>=68" wheel)
 	@$(call quietly,$(BIN)/python $(PIP) --no-compile -c constraints.txt -e '.[$(EXTRAS)]')
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >$(SETUP_LOG) 2>&1 || true # templates among the files do not compile

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from symcomm import errors
 
+NO_HOME = Path("/dev/null")
 INSTALL_TORCH = "pip install 'symcomm[torch]'"
 
 
@@ -23,14 +24,18 @@ def need_torch(what: str) -> None:
 
 
 def cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/symcomm``, where measurements of this machine are kept. A user without a home, as in some
-    containers, is given one that is not there."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base if os.path.isabs(base) else "/nonexistent", "symcomm")
+    """``$XDG_CACHE_HOME/symcomm``, or ``~/.cache/symcomm``, where measurements of this machine are kept. A user without
+    a home, as in some containers, is given one where nothing can be."""
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(base):
+            return Path(base, "symcomm")
+    return NO_HOME / "symcomm"
 
 
 def check_cache_directory(call: str) -> None:
     """Refuse before a measurement what could not be kept after it."""
+    if cache_directory().is_relative_to(NO_HOME):
+        raise errors.ResourceError(f"{call}: there is no home to keep it in; set XDG_CACHE_HOME to an absolute path.")
     check_output_folder(call, "XDG_CACHE_HOME", cache_directory())
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import symcomm
+from symcomm import errors
 from symcomm.collectives.limits import NO_BYTES, Limits
 from symcomm.group import calibration
 from symcomm.group.calibration import CROWDED, ROOMY
@@ -41,15 +42,16 @@ def test_what_is_kept_is_found():
     calibration.save(CROWDED, (5, 6))
     calibration.save(ROOMY, (3, 4))
     assert calibration.load() == {ROOMY: (3, 4), CROWDED: (5, 6)}
-    assert [p.name for p in path.parent.iterdir()] == ["attach.json"]
+    assert {p.name for p in path.parent.iterdir()} == {"attach.json", "attach.lock"}
 
 
 def test_machines_that_share_a_home_do_not_mix(monkeypatch: pytest.MonkeyPatch):
     calibration.save(ROOMY, (1, 2))
+    path = calibration.cache_file()
     monkeypatch.setattr(calibration, "machine_name", lambda: "another")
     assert calibration.load() == {}
     calibration.save(ROOMY, (3, 4))
-    monkeypatch.undo()
+    assert [known[ROOMY] for known in json.loads(path.read_text()).values()] == [[1, 2], [3, 4]]
 
 
 def test_a_machine_is_named_by_its_cpu_and_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -61,16 +63,24 @@ def test_a_machine_is_named_by_its_cpu_and_kernel(tmp_path: Path, monkeypatch: p
     assert calibration.machine_name.__wrapped__() == f"{os.uname().machine}, {os.uname().release}"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "7", '{"NAME": 3}', '{"NAME": {"x": [1]}}', '{"NAME": {"x": ["a", 2]}}']
-)
+ODD = ["1", "[1]", "[1, 2, 3]", '["a", 2]', "[1e999, 1]", "[true, 1]", "[0, 1]", "[1, -1]", f"[1, {10**400}]"]
+ODD_FILES = ["", "{", "[]", "7", "[" * 100_000, '{"NAME": 3}', *(f'{{"NAME": {{"{ROOMY}": {odd}}}}}' for odd in ODD)]
+
+
+@pytest.mark.parametrize("text", ODD_FILES, ids=lambda text: text[:60])
 def test_what_is_no_measurement_is_none(text: str):
     path = calibration.cache_file()
     path.parent.mkdir(parents=True)
     path.write_text(text.replace("NAME", calibration.machine_name()))
     assert calibration.load() == {}
     calibration.save(ROOMY, (1, 2))
-    assert calibration.load()[ROOMY] == (1, 2)
+    assert calibration.load() == {ROOMY: (1, 2)}
+
+
+def test_one_odd_figure_does_not_cost_the_other():
+    path = calibration.save(ROOMY, (1, 2))
+    path.write_text(path.read_text().replace("}", f', "{CROWDED}": [0, "x"]}}', 1))
+    assert calibration.load() == {ROOMY: (1, 2)}
 
 
 def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch):
@@ -118,6 +128,15 @@ def test_limits_that_somebody_gave_stay():
     given = replace(Limits(), attach_bytes=1 << 20)
     found = returned(run_group(_choose, WORLD, (COUNT,), join=partial(join_group, limits=given)))
     assert [limits.attach_bytes for limits, _ in found] == [1 << 20] * WORLD
+
+
+def _join_with_limits_on_one(rank: int, world: int, folder: str, timeout: float) -> ProcessGroup:
+    return join_group(rank, world, folder, timeout, Limits(attach_bytes=7) if rank == 1 else None)
+
+
+def test_limits_on_some_ranks_only_are_refused():
+    outcomes = run_group(_choose, 2, (COUNT,), join=_join_with_limits_on_one)
+    assert [type(outcome.error) for outcome in outcomes] == [errors.CollectiveMismatchError] * 2
 
 
 def _limits_of_host(group: ProcessGroup) -> int:

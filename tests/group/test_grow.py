@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from symcomm import errors
-from symcomm.group import default
+from symcomm.group import calibration, default
 from symcomm.group import grow as growing
 from symcomm.group.local import LocalGroup
 from symcomm.memory import share
@@ -51,6 +51,24 @@ def test_members_keep_their_order_and_newcomers_come_after(tmp_path):
     values = returned(forked.outcomes())
     assert [v[1:] for v in values] == [(4, [0, 1, 5, 7], [2, 3], 10.0)] * 4
     assert [v[0] for v in values] == [0, 1, 3, 2]
+
+
+def sizes_of(group: Any) -> tuple[int, int]:
+    return group.plan_limits.attach_bytes, group.plan_limits.attach_scatter_bytes
+
+
+def test_a_grown_group_goes_by_what_its_machine_was_measured_at(tmp_path, monkeypatch):
+    """Which two ranks had no use for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for where in (calibration.ROOMY, calibration.CROWDED):
+        calibration.save(where, (77, 88))
+    forked = ElasticRanks(tmp_path)
+    for rank in range(2):
+        forked.member(lambda group: (sizes_of(group), sizes_of(group.grow(wait=WAIT, size=4))), rank, 2)
+    for _ in range(2):
+        forked.newcomer(lambda store: sizes_of(growing.join_through(store, "world", WAIT)))
+    *members, third, fourth = returned(forked.outcomes())
+    assert all(before != after == (77, 88) for before, after in members) and third == fourth == (77, 88)
 
 
 def test_what_was_told_on_the_way_does_not_stay_in_the_store():

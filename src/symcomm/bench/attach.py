@@ -26,10 +26,12 @@ from symcomm.group import calibration
 
 CALLS = ("all_to_all", "scatter")
 SIZES = tuple(16 << 10 << k for k in range(8))  # of a piece: 16 KiB to 2 MiB
-GAIN = 1.05  # less is not worth another way
+GAIN = 1.05  # in the mean; less is not worth another way
+LOSS = 0.9  # at the largest size, beyond which nothing is measured
 FEWEST = Limits.attach_ranks
 MOST = 16  # ranks, where nobody says how many
-DEADLINE = 120.0  # seconds that one size may take
+MOST_RANKS = 128  # whose tensors have 64 GiB together
+DEADLINE = 120.0  # seconds that one size may take, where every rank has a core
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Workload:
     @property
     def pinned(self) -> bool:
         return self.ranks <= self.cores
+
+    @property
+    def deadline(self) -> float:
+        return DEADLINE * max(1.0, self.ranks / self.cores)
 
     @property
     def turns(self) -> int:
@@ -113,10 +119,13 @@ def _need_attached(group: Any) -> None:
     """Where the kernel refuses, the group copies; there would be nothing to compare."""
     from symcomm.observe.recorder.records import operations_of
 
-    if operations_of(group)[group.rank][-1].plan != "attached":
+    recorded = operations_of(group)[group.rank]
+    if not recorded:
+        raise errors.CallerError("symcomm bench attach: it needs the flight recorder; unset SYMCOMM_FLIGHT_ENTRIES.")
+    if recorded[-1].plan != "attached":
         raise errors.ResourceError(
             "symcomm bench attach: this kernel lets no rank read another's memory; leave it, ranks copy then, or allow "
-            "it: `sysctl kernel.yama.ptrace_scope=0`."
+            "it: `sysctl kernel.yama.ptrace_scope=0`, in a container also `docker run --cap-add SYS_PTRACE`."
         )
 
 
@@ -152,7 +161,7 @@ def run_attach_bench(workload: Workload, seen: Callable[[Row], None] = quiet, ti
     rows = []
     for call in CALLS:
         for piece in SIZES:
-            found = spawn(measure, workload.ranks, (call, piece, workload), deadline=DEADLINE)[0]
+            found = spawn(measure, workload.ranks, (call, piece, workload), deadline=workload.deadline)[0]
             rows.append(Row(call, piece, *(seconds * 1e6 for seconds in found)))
             seen(rows[-1])
             tick(f"{call} {bench_table.short_size(piece)}")
@@ -164,9 +173,10 @@ def thresholds(rows: Sequence[Row]) -> calibration.Sizes:
     least = []
     for call in CALLS:
         largest_first = sorted((row for row in rows if row.call == call), key=lambda row: -row.piece)
-        gains = accumulate((row.gain for row in largest_first), operator.mul)
-        gain, piece = max(zip(gains, (row.piece for row in largest_first), strict=True))
-        least.append(piece if gain >= GAIN else NO_BYTES)
+        products = list(accumulate((row.gain for row in largest_first), operator.mul))
+        best = max(range(len(products)), key=products.__getitem__)
+        gains = products[best] ** (1 / (best + 1)) >= GAIN and products[0] >= LOSS
+        least.append(largest_first[best].piece if gains else NO_BYTES)
     return least[0], least[1]
 
 
@@ -189,10 +199,11 @@ def title(workload: Workload) -> str:
 
 def note(rows: Sequence[Row], workload: Workload) -> str:
     def words(call: str, least: int) -> str:
-        return f"{call} never" if least == NO_BYTES else f"{call} for pieces from {bench_table.short_size(least)} on"
+        when = "never attaches" if least == NO_BYTES else f"attaches from {bench_table.short_size(least)} on"
+        return f"{call} {when}"
 
-    chosen = " and ".join(map(words, CALLS, thresholds(rows)))
-    return f"with {workload.where}, groups of {FEWEST} ranks or more attach in {chosen}"
+    chosen = "; ".join(map(words, CALLS, thresholds(rows)))
+    return f"groups of {FEWEST} ranks or more with {workload.where}: {chosen}"
 
 
 def picture(rows: Sequence[Row], workload: Workload, best: bool = False) -> list[Panel]:

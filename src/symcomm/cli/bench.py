@@ -361,12 +361,16 @@ def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bo
 def bench_attach(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
     """Copies or reads of peers' memory: what is faster is kept for groups to come."""
     module = _module_of("attach")
-    _check_numbers(ranks or module.usual_ranks(), 0, 0, 0, rounds, "attach")
+    ranks = module.usual_ranks() if ranks is None else ranks
+    _check_numbers(ranks, 0, 0, 0, rounds, "attach")
+    if ranks > module.MOST_RANKS:
+        raise errors.bad_argument("symcomm bench", "--ranks", ranks, f"{module.MOST_RANKS} at most for attach")
     need_torch("symcomm bench attach")
     check_cache_directory("symcomm bench attach")
-    workload = module.Workload(ranks or module.usual_ranks(), **_pace(module, rounds, quick))
+    workload = module.Workload(ranks, **_pace(module, rounds, quick))
     found = _bench_row_by_row(module, workload, module.run_attach_bench, wanted)
-    print(f"# {module.note(found, workload)}\n# kept in {module.keep(found, workload)}")
+    print(f"# {module.note(found, workload)}")
+    print("# not kept: --quick is too rough" if quick else f"# kept in {module.keep(found, workload)}")
 
 
 def _bench_row_by_row(module: Any, workload: Any, measure_all: Callable[..., list[Any]], wanted: Wanted) -> list[Any]:

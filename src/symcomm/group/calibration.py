@@ -6,16 +6,16 @@ first rank reads them for all, so that all choose alike.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from symcomm.collectives.limits import Limits
+from symcomm.collectives.limits import NO_BYTES, Limits
 from symcomm.preflight import cache_directory
 
 Sizes = tuple[int, int]  # of a piece, in an all_to_all and in a scatter
@@ -43,29 +43,37 @@ def machine_name() -> str:
 def load() -> Known:
     """This machine's figures. A file that cannot be read, or that says something else, is none."""
     try:
-        everything = _read()
-        known = everything.get(machine_name(), {}) if everything else {}
-        return {where: (int(sizes[0]), int(sizes[1])) for where, sizes in known.items()}
-    except (ValueError, LookupError, TypeError, AttributeError):
+        return _known(json.loads(cache_file().read_text()))
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
-def _read() -> dict[str, Any]:
-    try:
-        everything = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
+def _known(everything: Any) -> Known:
+    mine: Any = everything.get(machine_name()) if isinstance(everything, dict) else None
+    if not isinstance(mine, dict):
         return {}
-    return everything if isinstance(everything, dict) else {}
+    return {where: (mine[where][0], mine[where][1]) for where in (ROOMY, CROWDED) if _are_sizes(mine.get(where))}
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(n) is int and 0 < n <= NO_BYTES for n in value)
 
 
 def save(where: str, sizes: Sizes) -> Path:
-    """Keep one figure, and those of other machines."""
+    """Keep one figure, and those of other machines, one of which may be doing the same."""
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    everything = {**_read(), machine_name(): {**load(), where: sizes}}
-    fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps(everything, indent=1) + "\n")
-    fresh.replace(path)  # a reader sees the old file or the new one
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            everything = json.loads(path.read_text())
+        except (FileNotFoundError, ValueError, RecursionError):
+            everything = {}
+        others = everything if isinstance(everything, dict) else {}
+        text = json.dumps({**others, machine_name(): {**_known(everything), where: sizes}}, indent=1)
+        fresh = path.with_suffix(".new")
+        fresh.write_text(text + "\n")
+        fresh.replace(path)  # a reader sees the old file or the new one
     return path
 
 

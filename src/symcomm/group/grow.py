@@ -348,7 +348,7 @@ def _plan(
             "members": group.size,
             "seconds": timeout,
             "timeout": group.timeout,
-            "limits": asdict(group.plan_limits),
+            "limits": group.given_limits and asdict(group.given_limits),
         }
         plan["name"] = f"{group.base_name}+{plan['round']}"
         for ticket in processes.keys() - set(chosen):
@@ -404,10 +404,10 @@ def _invite(queue: JoinQueue, plan: dict[str, Any]) -> None:
 def _make(round_: Round, plan: dict[str, Any]) -> ProcessGroup:
     from symcomm.group.factory import make_group
 
+    limits = plan["limits"] and Limits(**plan["limits"])
     # the short deadline while it is built; its own after that
     group = make_group(
-        round_.index, round_.size, round_, plan["name"], round_.left(), Limits(**plan["limits"]),
-        plan["global_ranks"],
+        round_.index, round_.size, round_, plan["name"], round_.left(), limits, plan["global_ranks"]
     )  # fmt: skip
     group.set_timeout(plan["timeout"])
     return group

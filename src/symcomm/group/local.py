@@ -12,6 +12,7 @@ import operator
 import os
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -214,13 +215,17 @@ class LocalGroup(ProcessGroup):
         cores = sum(1 << core for core in os.sched_getaffinity(0))
         node = current_node()
         self.arena.move_to(node)  # this rank may have been bound since
-        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}", "node": node, "attach": attach}
+        limits = zlib.crc32(repr(self.given_limits and self.given_limits.on_nodes(())).encode())
+        facts = {
+            "offset": self._offset, "total": total, "cores": f"{cores:x}", "node": node, "limits": limits,
+            "attach": attach,
+        }  # fmt: skip
         if peers is not None:
             everyone = [json.loads(item) for item in exchange(json.dumps(facts).encode())]
             self.peers = list(peers)
         else:
             self.peers, everyone = connect(self.rank, self.size, exchange, facts, self.timeout_ns / 1e9)
-        if any(f["total"] != total for f in everyone):
+        if any((f["total"], f["limits"]) != (total, limits) for f in everyone):
             raise errors.CollectiveMismatchError(
                 f"group {self.name!r}: ranks use different sizes or versions; make them all the same."
             )

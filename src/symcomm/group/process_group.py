@@ -63,6 +63,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         self.size = size
         self.name = name
         self.global_ranks = list(global_ranks) if global_ranks is not None else list(range(size))
+        self.given_limits = limits  # None: found when the group is made
         self.plan_limits = limits or Limits()
         self.timeout_ns = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout)
         self._plans: dict[Any, Any] = {}

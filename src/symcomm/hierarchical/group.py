@@ -135,7 +135,6 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         engine: str | None = None,
     ):
         super().__init__(rank, size, name, timeout, limits, global_ranks)
-        self._limits = limits  # None: every host finds its own
         self.layout = Layout(hosts, rank)
         self.cond = threading.Condition()  # notified whenever something changes that a thread may wait for
         self.failures = Failures(self)
@@ -228,7 +227,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         exchange_here = SubsetExchange(exchange, here)
         local = _IntraHostGroup(
             self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout,
-            self._limits, [self.global_ranks[r] for r in here],
+            self.given_limits, [self.global_ranks[r] for r in here],
         )  # fmt: skip
         while exchange_here.rounds < LOCAL_ROUNDS:
             exchange_here(b"")
@@ -502,7 +501,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
 
     def _of(self, ranks: Sequence[int], exchange: Exchange, name: str, seconds: float) -> Any:
         return make_group(
-            ranks.index(self.rank), len(ranks), exchange, name, seconds, self._limits,
+            ranks.index(self.rank), len(ranks), exchange, name, seconds, self.given_limits,
             [self.global_ranks[r] for r in ranks], self.engine_name,
         )  # fmt: skip
 
