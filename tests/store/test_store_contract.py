@@ -434,7 +434,13 @@ def test_compare_set_has_one_winner(connect):
 
 def test_concurrent_append(connect):
     handles = [connect() for _ in range(4)]
-    at_once(4, lambda i: [handles[i].append("key", f"<{i}>") for _ in range(25)] and None)
+
+    def work(i: int) -> None:
+        for _ in range(25):
+            handles[i].append("key", f"<{i}>")
+        assert handles[i].check(["key"])  # over TCP appends get no answer: all have arrived when this one has
+
+    at_once(4, work)
     text = handles[0].get("key").decode()
     assert len(text) == 300
     assert [text.count(f"<{i}>") for i in range(4)] == [25] * 4
@@ -460,6 +466,7 @@ def test_queue_is_first_in_first_out(connect):
     assert one.queue_len("q") == 0
     for value in ("1", b"2", ""):
         one.queue_push("q", value)
+    assert one.queue_len("q") == 3  # and so they have arrived, which over TCP pushes do not wait for
     assert two.queue_len("q") == 3
     assert [two.queue_pop("q"), one.queue_pop("q"), two.queue_pop("q")] == [b"1", b"2", b""]
     assert one.queue_len("q") == 0
