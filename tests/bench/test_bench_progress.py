@@ -46,21 +46,24 @@ def test_time_left_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr("symcomm.cli.progress.time.monotonic", lambda: float(next(clock)))
     monkeypatch.setattr("symcomm.cli.progress.os.isatty", lambda fd: False)
     with progress(5) as bar:
+        bar.begin("compiling")
         for turn in range(5):
             bar(f"turn {turn}")
     said = capsys.readouterr()
-    assert said.out == "" and re.fullmatch(r"(# \d of 5 turns \(turn \d\), about \d+ s left\n)+", said.err), said.err
+    turns = r"# compiling\n(# \d of 5 turns \(turn \d\), about \d+ s left\n)+"
+    assert said.out == "" and re.fullmatch(turns, said.err), said.err
 
 
 def test_time_left_on_a_terminal():
     """In a real one: a bar, rows above it, and nothing of the bar stays."""
     code = (
         "import time\nfrom symcomm.cli.progress import progress\n"
-        "with progress(4) as bar:\n"
+        "with progress(4) as bar:\n    bar.begin('compiling')\n"
         "    for turn in range(4):\n        time.sleep(0.3); bar(f'turn {turn}'); bar.say(f'row {turn}')\n"
     )
     shown, code = run_in_terminal([sys.executable, "-c", code])
-    assert code == 0 and "2/4" in shown and re.search(r"0:00:0\d\S* left", re.sub(r"\x1b\[[0-9;?]*\w", "", shown))
+    assert code == 0 and "compiling" in shown and "2/4" in shown
+    assert re.search(r"0:00:0\d\S* left", re.sub(r"\x1b\[[0-9;?]*\w", "", shown))
     assert [f"row {turn}" in shown for turn in range(4)] == [True] * 4
 
 

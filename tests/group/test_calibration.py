@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,22 @@ def test_machines_that_share_a_home_do_not_mix(monkeypatch: pytest.MonkeyPatch):
     assert calibration.load() == {}
     calibration.save(ROOMY, (3, 4))
     assert [known[ROOMY] for known in json.loads(path.read_text()).values()] == [[1, 2], [3, 4]]
+
+
+def test_machines_that_write_at_once_keep_all(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibration, "machine_name", lambda: threading.current_thread().name)
+
+    def measure() -> None:
+        for size in range(1, 21):
+            calibration.save(ROOMY, (size, size))
+
+    machines = [threading.Thread(target=measure, name=f"machine {number}") for number in range(8)]
+    for machine in machines:
+        machine.start()
+    for machine in machines:
+        machine.join(60)
+    kept = json.loads(calibration.cache_file().read_text())
+    assert kept == {machine.name: {ROOMY: [20, 20]} for machine in machines}
 
 
 def test_a_machine_is_named_by_its_cpu_and_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

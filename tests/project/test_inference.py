@@ -196,7 +196,9 @@ def fake_measurements(section: bench_llm.Section, workload: bench_llm.Workload) 
 def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[bench_llm.Workload] = []
 
-    def stand_in(section: bench_llm.Section, workload: bench_llm.Workload, tick: object) -> list[bench_llm.Measurement]:
+    def stand_in(
+        section: bench_llm.Section, workload: bench_llm.Workload, tick: object, begin: object
+    ) -> list[bench_llm.Measurement]:
         asked.append(workload)
         return fake_measurements(section, workload)
 
@@ -271,8 +273,10 @@ def test_a_side_that_writes_other_tokens_is_not_timed():
             return [{"tokens": self.tokens}] if order["do"] == "check" else [{}]
 
     sides: Any = [Stub("one", [1, 2]), Stub("gloo", [1, 3])]
+    begun: list[str] = []
     with pytest.raises(errors.SymcommError, match="gloo, eager, 2 ranks, does not write the tokens"):
-        bench_llm._prepare(sides, bench_llm.Section("eager", 2), bench_llm.Workload(), "eager, 2 ranks")
+        bench_llm._prepare(sides, bench_llm.Section("eager", 2), bench_llm.Workload(), "eager, 2 ranks", begun.append)
+    assert begun == ["preparing eager, 2 ranks, one process", "preparing eager, 2 ranks, gloo"]
 
 
 def test_what_cannot_run_is_a_dash_with_its_reason():

@@ -120,13 +120,13 @@ def _open(section: Section) -> Iterator[dict[str, Side]]:
         yield one | divided
 
 
-def measure(section: Section, workload: Workload, tick: Tick = quiet) -> list[Measurement]:
-    """Every side of a section, in turns; ``tick`` is told after every turn."""
+def measure(section: Section, workload: Workload, tick: Tick = quiet, begin: Tick = quiet) -> list[Measurement]:
+    """Every side of a section, in turns; ``tick`` is told after every turn, ``begin`` before a model is made."""
     what = f"{section.mode}, {section.ranks} ranks"
     with _open(section) as sides:
         found = [_start(section, side, what) for side in sides.values()]
         able = [figures for figures in found if not figures.reason]
-        _prepare([sides[figures.side] for figures in able], section, workload, what)
+        _prepare([sides[figures.side] for figures in able], section, workload, what, begin)
         for number in range(workload.rounds):
             for figures in able[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
                 answers = sides[figures.side].ask(what, {"do": "time"})
@@ -143,12 +143,13 @@ def _start(section: Section, side: Side, what: str) -> Measurement:
     return Measurement(section.mode, side.world, side.name, reason)
 
 
-def _prepare(sides: Sequence[Side], section: Section, workload: Workload, what: str) -> None:
+def _prepare(sides: Sequence[Side], section: Section, workload: Workload, what: str, begin: Tick) -> None:
     """Make the model on every side; refuse to time one that does not write what one process writes."""
     expected = None
     for side in sides:
         order = {"do": "prepare", "config": workload.config, "prompt": workload.prompt, "tokens": workload.tokens}
         order |= {"threads": threads_of(side.world), "compiled": section.mode == "compiled"}
+        begin(f"preparing {what}, {SIDES[side.name]}")
         side.ask(f"preparing, {what}", order, PREPARE_SECONDS[section.mode])
         for answer in side.ask(what, {"do": "check"}):
             expected = expected or answer["tokens"]

@@ -273,10 +273,13 @@ def bench_program(name: str, workload: Any, wanted: Wanted, how: str = "") -> No
 
 
 def bench_turns(
-    name: str, ranks: int, rounds: int | None, iters: int, wanted: Wanted, *, quick: bool, **more: Any
+    name: str, ranks: int, rounds: int | None, iters: int, wanted: Wanted, *, quick: bool, collectives: str, python: str
 ) -> None:
-    """Whole programs (training steps, compiled graphs) on several sides, which take turns. ``more``: for their
-    workload."""
+    """Whole programs (training steps, compiled graphs) on several sides, which take turns. ``collectives`` are for
+    hosts, ``python`` is for torch."""
+    more: dict[str, Any] = {"collectives": pick_collectives(collectives)} if name == "hosts" else {}
+    if name == "torch":
+        more = {"pythons": _module_of("torch").find_pythons(python)}
     _check_numbers(ranks, 0, iters, 0, rounds, name)
     if name == "compile" and ranks not in (2, 4, 8):
         raise errors.bad_argument("symcomm bench", "--ranks", ranks, "2, 4 or 8 for compile, which divides 8 heads")
@@ -320,6 +323,7 @@ def bench_noise(
 
 def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: bool, **shape: int) -> None:
     """A language model on CPUs. Rows are printed section by section: ways to run, numbers of ranks."""
+    _check_numbers(2 if ranks is None else ranks, 0, shape["tokens"], 0, rounds, "llm")
     need_torch("symcomm bench llm")
     module = _module_of("llm")
     given = {name: value for name, value in shape.items() if value} | ({"worlds": (ranks,)} if ranks else {})
@@ -329,7 +333,7 @@ def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: b
     with progress(sum(len(section.sides) * workload.rounds for section in workload.sections)) as bar:
         table = bench_table.GrowingTable(module.note(workload), module.HEAD, bar.say, markdown=wanted.markdown)
         for section in workload.sections:
-            here = module.measure(section, workload, bar)
+            here = module.measure(section, workload, bar, bar.begin)
             for figures in here:
                 table.add(module.row_of(figures, here, workload, wanted.best))
             found += here
@@ -462,9 +466,7 @@ def bench(
       symcomm bench sites
       symcomm bench torch --python other/bin/python
     """
-    asked = ranks
-    if ranks is None:
-        ranks = 1 if collective == "sites" else 2
+    asked, ranks = ranks, ranks if ranks is not None else 1 if collective == "sites" else 2
     wanted = Wanted(markdown, best, json_file, plot_file)
     wanted.check_files()
     if setup:
@@ -472,7 +474,6 @@ def bench(
     elif collective == "store":
         bench_store(wanted, quick=quick)
     elif collective == "llm":
-        _check_numbers(ranks, 0, iters, 0, rounds, "llm")
         bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch, tokens=iters)
     elif collective in ("gpu", "sites"):
         bench_by_parts(collective, ranks, rounds if collective == "gpu" else None, wanted, quick=quick)
@@ -483,10 +484,7 @@ def bench(
     elif collective == "noise":
         bench_noise(ranks, rounds, neighbours, against, wanted, quick=quick, pin=pin)
     elif collective in PROGRAMS:
-        more: dict[str, Any] = {"collectives": pick_collectives(collectives)} if collective == "hosts" else {}
-        if collective == "torch":
-            more = {"pythons": _module_of("torch").find_pythons(python)}
-        bench_turns(collective, ranks, rounds, iters, wanted, quick=quick, **more)
+        bench_turns(collective, ranks, rounds, iters, wanted, quick=quick, collectives=collectives, python=python)
     else:
         what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
         sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)

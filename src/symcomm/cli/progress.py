@@ -38,6 +38,13 @@ class Bar:
             left = in_words(self._seconds_left())
             print(f"# {self._done} of {self._turns} turns ({what}), about {left} left", file=sys.stderr, flush=True)
 
+    def begin(self, what: str) -> None:
+        """Say what comes now, if it takes long and is no turn."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=what, refresh=True)
+        else:
+            print(f"# {what}", file=sys.stderr, flush=True)
+
     def _as_before(self) -> float:
         return (time.monotonic() - self._begun) / (self._done - 1) * (self._turns - self._done)
 
