@@ -112,6 +112,7 @@ def in_arena(g: ProcessGroup) -> torch.Tensor:
 def _one_is_symmetric(g: ProcessGroup) -> list[str]:
     """Rank 1's tensors are symmetric, then rank 1's input alone, then all ranks' inputs."""
     plans = []
+    g.barrier()  # peers' memory is read once they have introduced themselves
     for turn, symmetric in enumerate([(1,), (1,), range(WORLD)]):
         given = torch.cat(pieces(g.rank, turn))
         if g.rank in symmetric:
@@ -130,6 +131,7 @@ def test_some_tensors_may_be_symmetric():
 def _odd_inputs(g: ProcessGroup) -> list[str]:
     """One tensor cut into pieces, pieces that are the same tensor, and a root whose output is its own piece."""
     plans = []
+    g.barrier()
     whole = torch.cat(pieces(0))
     for given in (list(whole.chunk(WORLD)), [pieces(0)[g.rank]] * WORLD, pieces(0)):
         out = given[0] if g.rank == 0 and given[0].data_ptr() != whole.data_ptr() else torch.empty(COUNT)

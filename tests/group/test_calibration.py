@@ -110,6 +110,7 @@ def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch):
 def _choose(group: ProcessGroup, sizes: tuple[int, ...]) -> tuple[Limits, list[str]]:
     """The limits, and which way all_to_alls of these sizes went."""
     plans = []
+    group.barrier()  # peers' memory is read once they have introduced themselves
     for count in sizes:
         given = torch.arange(WORLD * count, dtype=torch.float32) + 1000 * group.rank
         got = torch.empty_like(given)

@@ -96,6 +96,7 @@ def measure(group: Any, call: str, piece: int, workload: Workload) -> tuple[floa
         limits = replace(group.plan_limits, attach_bytes=least, attach_scatter_bytes=least)
         groups.append(LocalGroup(group.rank, group.size, group.all_gather_bytes, limits=limits, peers=group.peers))
     calls = [_call_on(own, call, piece) for own in groups]
+    groups[1].barrier()  # a peer that is not there yet cannot be read
     calls[1]()
     _need_attached(groups[1])
     counts = [_agreed(group, _count(call_once, workload.seconds)) for call_once in calls]
