@@ -38,7 +38,7 @@ from symcomm.bench.run import Case, Effort, Result, measure, open_sides
 from symcomm.cli import bench
 from symcomm.cli.progress import Bar
 from tests.support.bench_cli import cli, refused
-from tests.support.loaded import Loaded
+from tests.support.loaded import stand_in
 
 TINY = ["-n", "3", "-w", "1", "--rounds", "1"]
 SMALL = Effort(rounds=1, repetitions=1, iterations=3, warmup=1)
@@ -47,7 +47,7 @@ SMALL = Effort(rounds=1, repetitions=1, iterations=3, warmup=1)
 @pytest.fixture(autouse=True)
 def loaded_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that load torch by themselves are those of benchmarks in processes of their own, below."""
-    monkeypatch.setattr(bench_run, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Loaded}))
+    monkeypatch.setattr(bench_run, "subprocess", stand_in())
 
 
 # --- figures -----------------------------------------------------------------------------------------------------

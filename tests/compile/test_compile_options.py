@@ -12,6 +12,7 @@ import pytest
 
 from symcomm import errors
 from symcomm.torch_versions import release
+from tests.support import loaded
 from tests.support.programs import environment
 
 pytest.importorskip("torch")
@@ -128,10 +129,8 @@ def test_graphs_with_symm_mem_operators_run_from_the_compilers_cache(tmp_path):
     """In a process that has compiled nothing, and so has never asked for these operators."""
     told = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=120, check=False,
-            env=environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)),
-        )  # fmt: skip
+        env = environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        done = loaded.run([sys.executable, "-c", KEPT], timeout=120, env=env)
         assert done.returncode == 0, done.stderr[-3000:]
         told.append(json.loads(done.stdout.splitlines()[-1]))
     assert told == [[[0, 1], [0, 2]], [[1, 0], [2, 0]]]
@@ -190,8 +189,6 @@ except errors.DeadlineError as error:
 
 def test_all_reduce_of_a_graph_goes_straight_to_the_core():
     """Not by torch's options, unless somebody watches; late ones are told as everywhere."""
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKING], env=environment(), capture_output=True, text=True, timeout=90
-    )
+    done = loaded.run([sys.executable, "-c", BLOCKING], env=environment(), timeout=90)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "Timed out waiting 60000ms: nobody came [1]"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import loaded
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,18 +17,11 @@ def run(*options: str) -> tuple[int, int, int]:
     """(passed, failed, skipped) of a run that must succeed."""
     pytest.importorskip("torch")
     pytest.importorskip("expecttest")
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.conformance", "--ranks", "2", "--timeout", "30", *options],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            out, _ = process.communicate(timeout=150)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            out, _ = process.communicate()
-    assert process.returncode == 0, out[-6000:]
-    row = re.search(r"^ +2 +alias +gloo +(\d+) +(\d+) +(\d+) ", out, re.MULTILINE)
-    assert row is not None, out[-3000:]
+    command = [sys.executable, "-m", "tests.conformance", "--ranks", "2", "--timeout", "30", *options]
+    done = loaded.run(command, timeout=150, cwd=ROOT)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    row = re.search(r"^ +2 +alias +gloo +(\d+) +(\d+) +(\d+) ", done.stdout, re.MULTILINE)
+    assert row is not None, done.stdout[-3000:]
     return int(row[1]), int(row[2]), int(row[3])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from symcomm.bench import model as demo_model
 from symcomm.cli import demo
 from symcomm.demo import plot as demo_plot
 from symcomm.demo import train as demo_train
+from tests.support import loaded
 
 torch = pytest.importorskip("torch", reason="the demo trains a model")
 SMALLER = """
@@ -30,12 +30,10 @@ demo.app()
 def test_the_whole_demo(tmp_path: Path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "losses.svg"
-    done = subprocess.run(
+    done = loaded.run(
         [sys.executable, "-c", SMALLER, "--steps", "12", "--picture", str(picture)],
         cwd=tmp_path,
         env={**os.environ, "COLUMNS": "200"},  # wider than a demo gets
-        capture_output=True,
-        text=True,
         timeout=235,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.support.ports import free_port
-from tests.support.programs import environment, find_mpirun, run, run_python
+from tests.support.programs import find_mpirun, run, run_loaded
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = ["-m", "tests.support.life_program"]
 
 LIVES = int(os.environ.get("SYMCOMM_LIVES", "15"))  # of a process; `make soak` wants 100
@@ -24,12 +23,12 @@ LIVES = int(os.environ.get("SYMCOMM_LIVES", "15"))  # of a process; `make soak` 
 def launch(launcher: str, folder: Path, cycles: dict[str, int]) -> str:
     program = [*PROGRAM, str(folder), *[str(word) for pair in cycles.items() for word in pair]]
     if launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
-        return run(*command, deadline=110)
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+        return run_loaded(*command, deadline=110)
     if launcher == "symcomm run":
-        return run(sys.executable, "-m", "symcomm", "run", "-n", "2", *program, deadline=110)
+        return run_loaded("-m", "symcomm", "run", "-n", "2", *program, deadline=110)
     if launcher == "spawn":
-        return run(sys.executable, *program, "spawn", deadline=110)
+        return run_loaded(*program, "spawn", deadline=110)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if launcher == "mpirun":
         mpirun = find_mpirun()
@@ -38,21 +37,8 @@ def launch(launcher: str, folder: Path, cycles: dict[str, int]) -> str:
         place["PMIX_MCA_gds"] = "hash"
         return run(mpirun, "-n", "2", sys.executable, *program, deadline=110, **place)
     place["WORLD_SIZE"] = "3"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *program],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(**place, RANK=str(r)),
-            cwd=ROOT,
-        )
-        for r in range(3)
-    ]
-    try:
-        return "".join(rank.communicate(timeout=110)[0] for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with ThreadPoolExecutor(3) as pool:
+        return "".join(pool.map(lambda rank: run_loaded(*program, deadline=110, **place, RANK=rank), "012"))
 
 
 @pytest.mark.timeout(150)
@@ -194,7 +180,8 @@ print(len(set(used)), store.num_keys())
 
 
 def test_a_newer_torch_than_any_tested_is_told_once():
-    out = run_python(
+    out = run_loaded(
+        "-c",
         "import warnings, torch, torch.distributed as dist\n"
         "from symcomm.torch_backend.register import register; register()\n"
         "torch.__version__ = '9.1.0+cpu'\n"
@@ -203,7 +190,7 @@ def test_a_newer_torch_than_any_tested_is_told_once():
         "    for _ in range(2):\n"
         "        dist.init_process_group('symcomm', store=dist.HashStore(), rank=0, world_size=1)\n"
         "        x = torch.ones(2); dist.all_reduce(x); dist.destroy_process_group()\n"
-        "print(*[w.message for w in found if 'symcomm' in str(w.message)], sep='\\n')\n"
+        "print(*[w.message for w in found if 'symcomm' in str(w.message)], sep='\\n')\n",
     )
     from symcomm.torch_versions import NEWEST
 
@@ -225,5 +212,5 @@ def test_two_ranks_of_a_group_made_under_the_same_name_never_meet_the_old_one(tm
         "    dist.destroy_process_group(group)\n"
         "dist.destroy_process_group(); print('done', flush=True)\n"
     )
-    out = run(sys.executable, "-m", "symcomm", "run", "-n", "2", str(script), deadline=60)
+    out = run_loaded("-m", "symcomm", "run", "-n", "2", str(script), deadline=60)
     assert out.count("done") == 2, out

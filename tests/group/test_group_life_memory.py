@@ -23,6 +23,7 @@ from symcomm.group.local import free_retired
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory import arena as arenas
 from symcomm.types import DType, RedOpType
+from tests.support.faults import join_group
 from tests.support.ranks import run_ranks
 
 CYCLES = 300
@@ -99,6 +100,15 @@ def test_groups_of_torch_leave_nothing(tmp_path):
         check_level(grown)
 
 
+def _joined(rank: int, world: int, folder: str, fn: Any) -> Any:
+    group = join_group(rank, world, folder, 10.0)
+    return fn(group)
+
+
+def in_processes(fn: Any, folder: Path) -> list[Any]:
+    return run_ranks(_joined, 2, str(folder), fn, deadline=120)
+
+
 def _ours(group: ProcessGroup) -> dict[str, int]:
     def make() -> ProcessGroup:
         child = group.new_group(range(group.size))
@@ -113,8 +123,8 @@ def _ours(group: ProcessGroup) -> dict[str, int]:
     return _cycles(make, ProcessGroup.destroy, settle)
 
 
-def test_our_own_groups_leave_nothing():
-    for grown in symcomm.spawn(_ours, 2, mode="processes", deadline=120):
+def test_our_own_groups_leave_nothing(tmp_path):
+    for grown in in_processes(_ours, tmp_path):
         check_level(grown)
 
 
@@ -137,9 +147,9 @@ def _idle(group: ProcessGroup) -> tuple[int, int, int]:
     return idle, small, large
 
 
-def test_an_idle_group_takes_pages_not_megabytes():
+def test_an_idle_group_takes_pages_not_megabytes(tmp_path):
     """Staging areas get memory with the first call that stages something, and as much as it stages."""
-    for idle, small, large in symcomm.spawn(_idle, 2, mode="processes", deadline=60):
+    for idle, small, large in in_processes(_idle, tmp_path):
         assert idle <= 50 * 32 * KIB
         assert small - idle <= 64 * KIB
         assert MIB <= large - idle <= 5 * MIB
@@ -167,8 +177,8 @@ def _refuse(nbytes: int, directory: str | None = None) -> None:
     raise errors.ResourceError(f"symmetric memory: {nbytes} asked, 0 left")
 
 
-def test_no_memory_to_stage_in_is_an_error_at_the_call():
-    assert all("0 left" in text for text in symcomm.spawn(_no_room, 2, mode="processes", deadline=60))
+def test_no_memory_to_stage_in_is_an_error_at_the_call(tmp_path):
+    assert all("0 left" in text for text in in_processes(_no_room, tmp_path))
 
 
 def _unreserved(group: ProcessGroup) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from symcomm import errors
 from symcomm.observe.recorder import dump
 from symcomm.observe.recorder.torch_format import DTYPES
 from symcomm.types import DType
+from tests.support import loaded
 
 PAIRS = [
     ("_dump_fr_trace", pickle.loads),
@@ -53,8 +53,8 @@ def both(tmp_path_factory):
         f"pathlib.Path({str(dumps)!r}).write_bytes(pickle.dumps(dumps_of_one_rank()))"
     )
     env = {**os.environ, "TORCH_FR_BUFFER_SIZE": "64"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100, env=env)
-    assert done.returncode == 0, done.stderr.decode()
+    done = loaded.run([sys.executable, "-c", code], timeout=100, env=env)
+    assert done.returncode == 0, done.stderr
     return pickle.loads(dumps.read_bytes())
 
 
@@ -156,7 +156,7 @@ def test_before_anything_ran():
     code = (
         "import pickle, symcomm.c10d as c; d = pickle.loads(c._dump_fr_trace()); c._reset_fr_recording_nccl(); print(d)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    out = loaded.run([sys.executable, "-c", code], timeout=60)
     assert "'entries': []" in out.stdout, out.stderr
 
 
@@ -173,7 +173,7 @@ def frtrace(folder: Path, *options: str) -> str:
     """What the real torchfrtrace says about the dumps in ``folder``."""
     code = "from torch.distributed.flight_recorder.fr_trace import main; main()"
     command = [sys.executable, "-c", code, str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = loaded.run(command, timeout=100)
     if "name formatting error? gloo" in done.stderr:
         pytest.skip(
             "this torch's torchfrtrace reads dumps of NCCL and XCCL only; newer ones read Gloo's form, which is ours"

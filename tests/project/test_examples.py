@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import loaded
 from tests.support.examples import ENVIRONMENT, ROOT, losses, run_example
 from tests.support.in_turn import parts
 
@@ -59,7 +59,7 @@ def test_same_losses_as_gloo(name: str, trained: list[dict[str, list[float]]]):
 @pytest.mark.timeout(900)
 def test_the_command_that_the_examples_name(trained: list[dict[str, list[float]]]):
     """On ours under torchrun, and not in turn with others."""
-    assert losses(run_example("ddp.py", torchrun=True)) == trained[0]["ddp"]
+    assert losses(run_example("ddp.py", torchrun=True, fresh=True)) == trained[0]["ddp"]
 
 
 def test_first_steps():
@@ -67,13 +67,7 @@ def test_first_steps():
 
 
 def test_custom_collective():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples/custom_collective.py")],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = loaded.run([sys.executable, str(ROOT / "examples/custom_collective.py")], env=ENVIRONMENT, timeout=100)
     assert done.stdout.splitlines()[1::2] == ["rank 1: [1.0, 3.0, 5.0]", "rank 3: [6.0, 10.0, 14.0]"], done.stderr
 
 

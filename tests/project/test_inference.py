@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,9 @@ import symcomm
 from symcomm import errors
 from symcomm.bench import llm as bench_llm
 from symcomm.bench import llm_worker as bench_llm_worker
+from symcomm.bench import run as bench_run
 from symcomm.llama import Config, Llama, Parallel, generate
+from tests.support import loaded
 from tests.support.bench_cli import cli, refused
 from tests.support.examples import ENVIRONMENT, run_example
 from tests.support.programs import kernels_of
@@ -164,9 +165,7 @@ def test_transformers_tp_plan(tmp_path: Path):
     script.write_text(TRANSFORMERS)
 
     def run(*command: str) -> list[int]:
-        done = subprocess.run(
-            [sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=100, cwd=tmp_path
-        )
+        done = loaded.run([sys.executable, *command], env=ENVIRONMENT, timeout=100, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return tokens_of(done.stdout.splitlines())
 
@@ -236,6 +235,7 @@ SMALL = {"layers": 1, "width": 256, "prompt": 8, "tokens": 4}
 @pytest.mark.slow
 def test_every_side_is_measured(monkeypatch: pytest.MonkeyPatch):
     """Real ranks: a row for each. Compiled ones differ by one line, which the next test has."""
+    monkeypatch.setattr(bench_run, "subprocess", loaded.stand_in())
     monkeypatch.setattr(bench_llm, "has_deepspeed", lambda: False)
     monkeypatch.setattr(bench_llm, "QUICK", SMALL | {"rounds": 2, "modes": ("eager",)})
     code, output = cli("llm", "--quick", "--ranks", "2", "--markdown")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import loaded
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     **os.environ,
@@ -15,13 +17,18 @@ ENVIRONMENT = {
 
 
 def run_example(
-    name: str, *args: str, ranks: int = 2, options: tuple[str, ...] = (), torchrun: bool = False, seconds: float = 100
-) -> list[str]:
+    name: str, *args: str, ranks: int = 2, options: tuple[str, ...] = (), torchrun: bool = False, seconds: float = 100,
+    fresh: bool = False,
+) -> list[str]:  # fmt: skip
+    """What it prints. Processes have torch already, unless all is to be ``fresh``."""
     launcher = ["symcomm", "run", "-n", str(ranks), "--no-prefix", *options]
     if torchrun:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
     command = [sys.executable, "-m", *launcher, str(ROOT / "examples" / name), *args]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds)
+    if fresh:
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds)
+    else:
+        done = loaded.run(command, env=ENVIRONMENT, timeout=seconds)
     assert done.returncode == 0, f"{name} {args} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout.splitlines()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from symcomm.bench.namespaces import Network, why_no_namespaces
+from tests.support.loaded import Loaded, parse
 
 __all__ = ["FaultyNetwork", "network"]
 
@@ -25,6 +27,13 @@ class FaultyNetwork(Network):
         """From now on nothing reaches a host any more; what it sends still arrives."""
         limit = ("tbf", "rate", "8bit", "burst", "1", "limit", "1")
         self._at_switch("tc", "qdisc", "replace", "dev", f"port{host}", "root", *limit)
+
+    def start(self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None, **more: Any) -> Any:
+        """Python in a process that has torch already."""
+        if parse(words) is None:
+            return super().start(host, words, env, **more)
+        self._started.append(Loaded(words, env=env, network=self._names[host], **more))
+        return self._started[-1]
 
     def _at_switch(self, tool: str, *words: str) -> None:
         subprocess.run([tool, "-n", self._switch, *words], check=True, capture_output=True, timeout=20)

@@ -9,6 +9,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from tests.support import loaded
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -33,12 +35,18 @@ def run(*command: str, deadline: float = 60, **extra: str) -> str:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=deadline, env=environment(**extra), cwd=ROOT, check=False
     )
-    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return _output(done)
+
+
+def run_loaded(*words: str, deadline: float = 60, **extra: str) -> str:
+    """The same of Python, in processes that have torch already."""
+    return _output(loaded.run([sys.executable, *words], timeout=deadline, env=environment(**extra), cwd=ROOT))
+
+
+def _output(done: subprocess.CompletedProcess) -> str:
+    words = f"{done.args} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, words
     return done.stdout
-
-
-def run_python(code: str, **extra: str) -> str:
-    return run(sys.executable, "-c", code, **extra)
 
 
 def find_mpirun() -> str | None:

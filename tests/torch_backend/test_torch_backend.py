@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from symcomm.torch_backend.torch_patches import method_swap
 from tests.support.check_runner import run_checks
 from tests.support.ports import free_port
-from tests.support.programs import environment, find_mpirun, run, run_python
+from tests.support.programs import environment, find_mpirun, run, run_loaded
 
 # Decorated functions, read from the text: this file needs no torch of its own.
 CHECKS = [
@@ -42,19 +43,21 @@ def test_check(name: str, told: dict[str, list[str]]):
 
 
 def test_autoload_loads_next_to_nothing():
-    loaded = run_python(
+    modules = run(
+        sys.executable,
+        "-c",
         "import sys, torch\n"
         "before = set(sys.modules)\n"
         "from symcomm.torch_backend.register import autoload\n"
         "autoload()\n"
         "import torch.distributed as dist\n"
         "assert 'symcomm' in dist.Backend.backend_list\n"
-        "print(*[m for m in sys.modules if m.startswith('symcomm')])\n"
+        "print(*[m for m in sys.modules if m.startswith('symcomm')])\n",
     ).split()
-    assert not [m for m in loaded if m.startswith(("symcomm._core", "symcomm.group", "symcomm.torch_backend.group"))], (
-        loaded
-    )
-    assert len([m for m in loaded if ".torch_patches." not in m]) <= 7, loaded
+    assert not [
+        m for m in modules if m.startswith(("symcomm._core", "symcomm.group", "symcomm.torch_backend.group"))
+    ], modules
+    assert len([m for m in modules if ".torch_patches." not in m]) <= 7, modules
 
 
 NOT_FOR_A_FIRST_GROUP = (
@@ -66,16 +69,18 @@ NOT_FOR_A_FIRST_GROUP = (
 
 def test_a_first_group_loads_only_what_it_runs():
     """What else there is comes with the first CUDA tensor, host, store of ours or failure that needs it."""
-    loaded = run_python(
+    modules = run(
+        sys.executable,
+        "-c",
         "import sys, torch, torch.distributed as dist\n"
         "from symcomm.torch_backend.register import register; register()\n"
         "dist.init_process_group('symcomm', store=dist.HashStore(), rank=0, world_size=1)\n"
         "x = torch.ones(2); dist.all_reduce(x); dist.new_group()\n"
-        "print(*[m for m in sys.modules if m.startswith('symcomm.')])\n"
+        "print(*[m for m in sys.modules if m.startswith('symcomm.')])\n",
     ).split()
-    assert "symcomm.group.process_group" in loaded
+    assert "symcomm.group.process_group" in modules
     unwanted = tuple(f"symcomm.{name}" for name in NOT_FOR_A_FIRST_GROUP)
-    assert not [m for m in loaded if m.startswith(unwanted)]
+    assert not [m for m in modules if m.startswith(unwanted)]
 
 
 ONE_RANK = (
@@ -90,9 +95,9 @@ ONE_RANK = (
 
 
 def test_gloo_can_be_replaced_from_outside():
-    out = run_python(ONE_RANK.format(backend="gloo"), SYMCOMM_REPLACE="gloo").split("\n")
+    out = run(sys.executable, "-c", ONE_RANK.format(backend="gloo"), SYMCOMM_REPLACE="gloo").split("\n")
     assert out[0] == "symcomm TorchGroup [1.0, 1.0]" and out[1] == "TorchGroup"
-    out = run_python(ONE_RANK.format(backend="cpu:gloo,cuda:nccl"), SYMCOMM_REPLACE="gloo").split("\n")
+    out = run(sys.executable, "-c", ONE_RANK.format(backend="cpu:gloo,cuda:nccl"), SYMCOMM_REPLACE="gloo").split("\n")
     assert "TorchGroup [1.0, 1.0]" in out[0]
 
 
@@ -119,7 +124,9 @@ def test_a_replaced_gloo_is_told_once_by_rank_0(asked: str, lives: int, tmp_path
 
 
 def test_a_backend_that_cannot_be_replaced_is_told():
-    said = run_python(
+    said = run(
+        sys.executable,
+        "-c",
         "import warnings\n"
         "from symcomm.torch_backend.register import register\n"
         "with warnings.catch_warnings(record=True) as found: register()\n"
@@ -131,7 +138,7 @@ def test_a_backend_that_cannot_be_replaced_is_told():
 
 
 def test_gloo_stays_gloo_when_nobody_asks():
-    out = run_python(ONE_RANK.format(backend="gloo"), SYMCOMM_REPLACE="").splitlines()
+    out = run_loaded("-c", ONE_RANK.format(backend="gloo"), SYMCOMM_REPLACE="").splitlines()
     out = [line for line in out if not line.startswith("[Gloo]")]  # older versions tell who is connected
     assert out[0] == "gloo ProcessGroup [1.0, 1.0]" and out[1] == "ProcessGroup"
 
@@ -178,17 +185,8 @@ def test_under_symcomm_run(script: str):
 
 def test_started_by_hand(script: str):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment(**place, RANK=str(r))
-        )
-        for r in range(2)
-    ]
-    try:
-        assert said("".join(rank.communicate(timeout=60)[0] for rank in ranks)) == EXPECTED
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with ThreadPoolExecutor(2) as pool:
+        assert said("".join(pool.map(lambda rank: run_loaded(script, **place, RANK=rank), "01"))) == EXPECTED
 
 
 def test_under_mpirun(script: str):
