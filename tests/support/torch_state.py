@@ -28,13 +28,15 @@ assert not any(name.split(".")[0] == "symcomm" for name in sys.modules), "autolo
 
 def look() -> State:
     seen: State = {}
+    classes: set[type] = set()  # many modules have the same ones
     loaded = [m for n, m in sorted(sys.modules.items()) if n.split(".")[0] == "torch" and m is not None]
     for module in [*loaded, torch.ops.symm_mem]:
         name = module.__name__
         for key, value in list(vars(module).items()):
             if isinstance(value, KINDS) or name.startswith("torch.ops."):
                 seen[name, key] = value
-            if isinstance(value, type) and value.__module__.startswith("torch"):
+            if isinstance(value, type) and value not in classes and value.__module__.startswith("torch"):
+                classes.add(value)
                 own = {k: v for k, v in vars(value).items() if isinstance(v, KINDS) or k == "__init__"}
                 seen |= {(value.__module__, value.__qualname__, k): v for k, v in own.items()}
     seen |= {("lowering", str(key)): value for key, value in lowerings.items()}
