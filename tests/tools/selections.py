@@ -20,7 +20,8 @@ TORCH = (
     "default_group_name", "device_autograd",
     "device_coalesced", "device_copies", "device_data_parallel", "device_nested", "doctor", "engines", "examples",
     "gpu_trouble", "gpu_without", "group_creation", "group_life", "group_life_memory", "handshake", "hooks",
-    "hooks_torch", "hosts_torch", "inference", "profile_fields", "reconfigure_torch", "short_way", "store_collectives",
+    "hooks_torch", "hosts_torch", "inference", "loaded", "profile_fields", "reconfigure_torch", "short_way",
+    "store_collectives",
     "store_contract", "store_model", "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend",
     "torch_versions", "trace_dumps", "undo", "windows", "windows_failures",
 )  # fmt: skip
@@ -30,6 +31,7 @@ WITHOUT_TORCH = (
     "arena", "arena_shortages", "arena_strangers", "cli", "cli_completion", "cli_usage",
     "control_api", "control_attacks", "control_stacks", "doctor",
     "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "launcher_token", "limits",
+    "loaded",
     "metrics", "native_stub", "numa", "numpy_ranks", "objects", "observe_together", "plan_bugs", "plan_failures",
     "plans", "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file",
     "store_model", "tcp_store", "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
