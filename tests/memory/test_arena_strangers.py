@@ -27,20 +27,26 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user nee
 
 
 def meet(world: int, before: Callable[[int, dict], None], timeout: float = 20.0) -> list:
-    """connect() on threads that are ranks; ``before(rank, info of rank 0)`` runs after infos were exchanged."""
+    """connect() on threads that are ranks; ``before(rank, info of rank 0)`` runs after infos were exchanged.
+
+    Each begins when the one before it has said which arenas it has mapped. If all arenas of this process were there by
+    then, there would be nothing to pass."""
     barrier = threading.Barrier(world, timeout=20)
+    begun = [threading.Event() for _ in range(world)]
     items: list[bytes] = [b""] * world
     results: list = [None] * world
 
     def run(rank: int) -> None:
         def exchange(item: bytes) -> list[bytes]:
             items[rank] = item
+            begun[rank].set()
             barrier.wait()
             everyone = list(items)
             before(rank, json.loads(everyone[0]))
             barrier.wait()
             return everyone
 
+        assert rank == 0 or begun[rank - 1].wait(20)
         use_arena(Arena())
         try:
             results[rank] = share.connect(rank, world, exchange, {"rank": rank}, timeout)

@@ -282,11 +282,11 @@ import numpy, time, symcomm
 def next_batch():
     time.sleep(60)
 
-group = symcomm.init(timeout=1.5)
+group = symcomm.init(timeout=30)
 group.barrier()
 if group.rank == 1:
     next_batch()
-group.all_reduce(numpy.ones(4, "f"))
+group.all_reduce(numpy.ones(4, "f"), timeout=1.5)
 """
 
 
