@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 import time
@@ -263,20 +264,36 @@ def test_a_rank_times_its_tokens(monkeypatch: pytest.MonkeyPatch, compiled: bool
     assert all(seconds == 0 if compiled else seconds >= 0.003 for seconds in found["reducing"])  # three calls a token
 
 
-def test_a_side_that_writes_other_tokens_is_not_timed():
+@pytest.mark.parametrize("cores", [2, 3])
+def test_a_side_that_writes_other_tokens_is_not_timed(monkeypatch, cores):
+    done: list[str] = []
+
     class Stub:
-        def __init__(self, name: str, tokens: list[int]):
-            self.name, self.world, self.tokens = name, 1, tokens
+        def __init__(self, name: str, world: int, tokens: list[int]):
+            self.name, self.world, self.tokens = name, world, tokens
 
-        def ask(self, what: str, order: dict, seconds: float = 0.0) -> list[dict]:
-            assert order["do"] != "time"
-            return [{"tokens": self.tokens}] if order["do"] == "check" else [{}]
+        def tell(self, order: dict) -> None:
+            assert order["do"] == "prepare"
+            done.append(f"{self.name} told")
 
-    sides: Any = [Stub("one", [1, 2]), Stub("gloo", [1, 3])]
-    begun: list[str] = []
+        def hear(self, what: str, seconds: float) -> list[dict]:
+            done.append(f"{self.name} heard")
+            return [{}] * self.world
+
+        def ask(self, what: str, order: dict) -> list[dict]:
+            assert order == {"do": "check"}
+            return [{"tokens": self.tokens}] * self.world
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    sides: Any = [Stub("one", 1, [1, 2]), Stub("gloo", 2, [1, 3])]
     with pytest.raises(errors.SymcommError, match="gloo, eager, 2 ranks, does not write the tokens"):
-        bench_llm._prepare(sides, bench_llm.Section("eager", 2), bench_llm.Workload(), "eager, 2 ranks", begun.append)
-    assert begun == ["preparing eager, 2 ranks, one process", "preparing eager, 2 ranks, gloo"]
+        bench_llm._prepare(sides, bench_llm.Section("eager", 2), bench_llm.Workload(), "eager, 2 ranks", done.append)
+    if cores == 3:  # one for every rank: all at once
+        assert done[0] == "preparing eager, 2 ranks, one process, gloo"
+        assert done[1:] == ["one told", "gloo told", "one heard", "gloo heard"]
+    else:
+        assert done[:3] == ["preparing eager, 2 ranks, one process", "one told", "one heard"]
+        assert done[3:] == ["preparing eager, 2 ranks, gloo", "gloo told", "gloo heard"]
 
 
 def test_what_cannot_run_is_a_dash_with_its_reason():

@@ -121,7 +121,7 @@ def _open(section: Section) -> Iterator[dict[str, Side]]:
 
 
 def measure(section: Section, workload: Workload, tick: Tick = quiet, begin: Tick = quiet) -> list[Measurement]:
-    """Every side of a section, in turns; ``tick`` is told after every turn, ``begin`` before a model is made."""
+    """Every side of a section, in turns; ``tick`` is told after every turn, ``begin`` before models are made."""
     what = f"{section.mode}, {section.ranks} ranks"
     with _open(section) as sides:
         found = [_start(section, side, what) for side in sides.values()]
@@ -143,14 +143,25 @@ def _start(section: Section, side: Side, what: str) -> Measurement:
     return Measurement(section.mode, side.world, side.name, reason)
 
 
+def together(sides: Sequence[Side]) -> list[Sequence[Side]]:
+    """Which sides make their models at once: all, if there is a core for every rank. Else one after the other, so
+    that the compiler finds what a side before it has compiled."""
+    enough = sum(side.world for side in sides) <= len(os.sched_getaffinity(0))
+    return [sides] if enough else [[side] for side in sides]
+
+
 def _prepare(sides: Sequence[Side], section: Section, workload: Workload, what: str, begin: Tick) -> None:
     """Make the model on every side; refuse to time one that does not write what one process writes."""
+    for some in together(sides):
+        begin(f"preparing {what}, {', '.join(SIDES[side.name] for side in some)}")
+        for side in some:
+            order = {"do": "prepare", "config": workload.config, "prompt": workload.prompt, "tokens": workload.tokens}
+            order |= {"threads": threads_of(side.world), "compiled": section.mode == "compiled"}
+            side.tell(order)
+        for side in some:
+            side.hear(f"preparing, {what}", PREPARE_SECONDS[section.mode])
     expected = None
     for side in sides:
-        order = {"do": "prepare", "config": workload.config, "prompt": workload.prompt, "tokens": workload.tokens}
-        order |= {"threads": threads_of(side.world), "compiled": section.mode == "compiled"}
-        begin(f"preparing {what}, {SIDES[side.name]}")
-        side.ask(f"preparing, {what}", order, PREPARE_SECONDS[section.mode])
         for answer in side.ask(what, {"do": "check"}):
             expected = expected or answer["tokens"]
             if answer["tokens"] != expected:

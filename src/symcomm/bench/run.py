@@ -161,14 +161,18 @@ class Side:
 
     def ask(self, what: str, order: dict[str, Any], seconds: float = 0.0) -> list[dict[str, Any]]:
         """Give every rank the order; their answers, in rank order. ``what`` is for errors."""
-        self._tell(order)
+        self.tell(order)
+        return self.hear(what, seconds)
+
+    def hear(self, what: str, seconds: float = 0.0) -> list[dict[str, Any]]:
+        """The answers to what ranks have been told."""
         answers = self._answers(what, ORDER_DEADLINE + 5 * seconds)
         for rank, answer in zip(self.ranks, answers, strict=True):
             if "error" in answer:
                 raise errors.SymcommError(f"{self.call}: {self.name} rank {rank.number}, {what}: {answer['error']}")
         return answers
 
-    def _tell(self, order: dict[str, Any]) -> None:
+    def tell(self, order: dict[str, Any]) -> None:
         line = json.dumps(order).encode() + b"\n"
         for rank in self.ranks:
             with contextlib.suppress(OSError):  # a dead rank is noticed, and named, when its answer is read
@@ -223,7 +227,7 @@ class Side:
     def close(self) -> None:
         """End every process of the side. Ranks end when their connection does; what is left after that is killed."""
         if self.name in MPIS:  # MPICH leaves files in /dev/shm otherwise
-            self._tell({"do": "finish"})
+            self.tell({"do": "finish"})
             with contextlib.suppress(errors.SymcommError):  # a rank is dead or stuck
                 self._answers("it ends", FINISH_DEADLINE)
         for rank in self.ranks:
