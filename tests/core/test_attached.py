@@ -6,12 +6,9 @@ A page of rank 1's output that the kernel must ask the test for (userfaultfd) st
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import mmap
 import os
 import platform
 import signal
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,9 +28,11 @@ from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.observe.recorder import records
 from symcomm.types import DType, RedOpType
-from tests.support.faults import attempt, join_group, leftovers, readable, run_group
+from tests.support.call_gate import refuse
+from tests.support.faults import attempt, join_group, leftovers, run_group
 from tests.support.halted_calls import PATTERN
 from tests.support.page_gate import PAGE, Words, ordinary, stop
+from tests.support.pager import Pager, needs_pager
 from tests.support.ranks import Outcome, returned
 
 LENT = Limits(attach_bytes=1 << 14, attach_scatter_bytes=1 << 14, attach_ranks=2)
@@ -77,19 +76,9 @@ def last_plan(g: ProcessGroup) -> str:
     return [op.plan for op in records.operations_of(g)[g.rank] if op.call in CALLS][-1]
 
 
-def _refuse_reading() -> None:
-    """From now on the kernel answers process_vm_readv() of this process with EPERM."""
-    number = {"x86_64": 310, "aarch64": 270}[platform.machine()]
-    load, equal, answer = 0x20, 0x15, 0x06
-    steps = [(load, 0, 0, 0), (equal, 0, 1, number), (answer, 0, 0, 0x00050001), (answer, 0, 0, 0x7FFF0000)]
-    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    filters = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program))
-    assert _libc.prctl(38, 1, 0, 0, 0) == 0 and _libc.prctl(22, 2, filters) == 0  # NO_NEW_PRIVS, SECCOMP
-
-
 def _exchanges(g: ProcessGroup, call: str, refused: int) -> tuple[int, str]:
     if g.rank == refused:
-        _refuse_reading()
+        refuse("process_vm_readv")
     wrong = 0
     for turn in range(20):
         for root in range(WORLD):
@@ -170,38 +159,6 @@ def test_ranks_that_are_threads_stage():
     assert symcomm.spawn(ways, WORLD, mode="threads", timeout=20) == ["streamed"] * WORLD
 
 
-def needs_pager() -> None:
-    try:
-        os.close(Pager().fd)
-    except OSError as error:
-        pytest.skip(f"{error}; `make test` as root, or with vm.unprivileged_userfaultfd=1, runs it")
-
-
-class Pager:
-    """Memory with one page that its first reader or writer, also the kernel, gets when the test says so."""
-
-    REGISTER, ZERO, API = 0xC020AA00, 0xC020AA04, 0xC018AA3F
-
-    def __init__(self) -> None:
-        self.fd = _libc.syscall({"x86_64": 323, "aarch64": 282}[platform.machine()], os.O_CLOEXEC | os.O_NONBLOCK)
-        if self.fd < 0:
-            raise OSError(ctypes.get_errno(), "userfaultfd")
-        fcntl.ioctl(self.fd, self.API, struct.pack("QQQ", 0xAA, 0, 0))
-
-    def tensor(self) -> torch.Tensor:
-        memory = mmap.mmap(-1, 4 * COUNT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        tensor = torch.frombuffer(memory, dtype=torch.float32)
-        self.page = tensor.data_ptr() + 4 * PAGE
-        fcntl.ioctl(self.fd, self.REGISTER, struct.pack("QQQQ", self.page, PAGE, 1, 0))
-        return tensor
-
-    def await_hit(self) -> bool:
-        return bool(readable([self.fd], 10))
-
-    def give(self) -> None:
-        fcntl.ioctl(self.fd, self.ZERO, struct.pack("QQQq", self.page, PAGE, 0, 0))
-
-
 def _halted(g: ProcessGroup, call: str, words: Words, prepare: Callable[[], torch.Tensor]) -> tuple[str, bool]:
     """Rank 1 stands in its read until the test lets it go on. The root overwrites its tensors after its call."""
     given = [ordinary(COUNT) for _ in range(WORLD)]
@@ -224,7 +181,7 @@ def _run_halted(call: str, how: str) -> list[Outcome]:
     def prepare() -> torch.Tensor:
         """In rank 1: its main thread will stand in the read, another one serves the page."""
         pager = Pager()
-        out = pager.tensor()
+        out = pager.tensor(COUNT, 4 * PAGE)
 
         def serve() -> None:
             words[HIT] = pager.await_hit()

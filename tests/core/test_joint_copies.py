@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +16,9 @@ import torch
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import attempt, leftovers, run_group
 from tests.support.halted_calls import PATTERN, of_rank
+from tests.support.large_messages import each_way, receive
 from tests.support.page_gate import PAGE, Gate, Words, stop, symmetric
-from tests.support.ranks import returned, until
+from tests.support.ranks import returned
 
 pytestmark = pytest.mark.unused_process  # ranks that other tests have left in it count as sharing the cores
 
@@ -32,17 +31,6 @@ def nothing_is_left():
     before = leftovers()
     yield
     assert leftovers() == before == []
-
-
-def _receive(g: ProcessGroup, how: str, y: torch.Tensor, words: Words) -> str:
-    """One receive, which ends in the way of this test if rank 0 is stopped in its middle."""
-    if how == "leave":
-        work = g.irecv(y, 0)
-        until(lambda: work.is_completed() or words[HIT], 20)
-        return "" if work.is_completed() else attempt(g.destroy) or "left"
-    if how == "abort":
-        threading.Thread(target=lambda: words.reach(HIT, 1, 20) and g.abort(), daemon=True).start()
-    return attempt(lambda: g.recv(y, 0, timeout=1.0 if how == "deadline" else None))
 
 
 def _halt_in_write(g: ProcessGroup, how: str, gate: Gate, words: Words) -> Any:
@@ -59,7 +47,7 @@ def _halt_in_write(g: ProcessGroup, how: str, gate: Gate, words: Words) -> Any:
     wrong, raised = 0, ""
     while not raised and not words[HIT]:
         y.fill_(0.5)
-        raised = _receive(g, how, y, words)
+        raised = receive(g, how, y, words, HIT)
         wrong += 0 if raised else int((y != of_rank(0, COUNT)).sum())
     y.fill_(PATTERN)
     words[RAISED] = 1
@@ -107,20 +95,5 @@ def test_the_receiver_takes_over_what_a_dead_sender_was_copying():
     assert not raised and wrong == 0
 
 
-def _each_way(g: ProcessGroup, make: Callable) -> int:
-    """Both send at once, of sizes that pieces do not divide; a receive of any rank's message, too."""
-    wrong, peer = 0, 1 - g.rank
-    for number, count in enumerate([(1 << 18) - 1, 1 << 18, (1 << 18) + 1, 1_000_001] * 3):
-        x, y = make(count), make(count)
-        x.copy_(of_rank(g.rank, count) + number)
-        y.fill_(0.5)
-        works = [g.isend(x, peer), g.irecv(y, -1 if number % 2 else peer)]
-        for work in works[:: 1 if g.rank else -1]:
-            work.wait()
-        wrong += int((y != of_rank(peer, count) + number).sum())
-        g.barrier()  # a symmetric tensor that is freed may be the next one's place
-    return wrong
-
-
 def test_both_ways_at_once():
-    assert returned(run_group(_each_way, 2, symmetric, timeout=20)) == [0, 0]
+    assert returned(run_group(each_way, 2, symmetric, timeout=20)) == [0, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.model import agreeing, copying, deciding, leaving, sleeping, voiding
+from tests.model import agreeing, attaching, copying, deciding, leaving, sleeping, voiding
 from tests.model.explorer import Model
 
 Maker = Callable[..., Model]
@@ -23,6 +23,8 @@ QUICK: list[Callable[[], Model]] = [
     copying.joint,
     lambda: copying.joint(gives_up=False),
     lambda: copying.joint(gives_up=False, deaths=1),
+    attaching.attached,
+    lambda: attaching.attached(gives_up=False),
     lambda: leaving.leaving(deaths=1),
     leaving.late_departure,
     lambda: agreeing.agreement(calls=(1, 1), deaths=1, interrupts=True, coarse=False),
@@ -54,6 +56,7 @@ MUTANTS: list[tuple[dict[str, str], list[Maker]]] = [
     (voiding.PUSH_MUTANTS, [voiding.pushing, voiding.both_fail]),
     (copying.MUTANTS, [copying.joint, lambda without: copying.joint(without, gives_up=False)]),
     (copying.DEATH_MUTANTS, [lambda without: copying.joint(without, gives_up=False, deaths=1)]),
+    (attaching.MUTANTS, [attaching.attached, lambda without: attaching.attached(without, gives_up=False)]),
     (leaving.MUTANTS, [lambda without: leaving.leaving(without, deaths=1)]),
     (leaving.LATE_MUTANTS, [leaving.late_departure]),
     (agreeing.MUTANTS, [

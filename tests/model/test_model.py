@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.model import agreeing, deciding, explorer, leaving, sleeping, suite, voiding
+from tests.model import agreeing, attaching, copying, deciding, explorer, leaving, sleeping, suite, voiding
 from tests.model.explorer import ACQUIRE, RELEASE, Model, Step, Strong, check, explore, fence, load, own, store
 from tests.model.weak import Weak
 
 ROOT = Path(__file__).parents[2]
+MODULES = [agreeing, attaching, copying, deciding, leaving, sleeping, voiding]
 
 
 @pytest.mark.parametrize("make", suite.QUICK, ids=lambda make: make().name)
@@ -41,7 +42,7 @@ def test_a_value_handed_on_needs_a_fence_or_one_copy_of_memory():
     assert "succeeded with values from after a failure" in explore(voiding.relayed(without)).wrong
 
 
-@pytest.mark.parametrize("module", [agreeing, deciding, leaving, sleeping, voiding], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_models_keep_their_state_in_variables(module: Any):
     explorer.check_source(module)
 

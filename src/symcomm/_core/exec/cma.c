@@ -3,7 +3,6 @@
 
 #include <errno.h>
 #include <sys/random.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include "memory/life.h"
@@ -70,4 +69,34 @@ int cma_read(struct group *g, int rank, char *dst, uint64_t address, int64_t nby
         if (got > 0) done += got;
     }
     return STATUS_OK;
+}
+
+bool cma_get(struct group *g, int rank, char *dst, uint64_t address, uint64_t nbytes) {
+    for (uint64_t done = 0; done < nbytes;) {
+        size_t n = (size_t)(nbytes - done < AT_ONCE ? nbytes - done : AT_ONCE);
+        ssize_t got = read_from(owner_of(g, rank), dst + done, address + done, n);
+        if (got <= 0) return false;
+        done += (uint64_t)got;
+    }
+    return true;
+}
+
+static uint64_t threshold; /* what every writer overwrites first */
+
+void cma_open_door(struct cma_door *door) {
+    door->word_bytes = sizeof threshold;
+    atomic_store(&door->address, (uint64_t)(uintptr_t)&threshold);
+}
+
+void cma_shut_door(struct cma_door *door) { atomic_store(&door->address, 0); }
+
+/* The kernel takes both places, door and target, in when the call begins, and writes to them in this order. */
+_Static_assert(offsetof(struct cma_door, target) == sizeof(struct iovec), "a door and its target are two iovecs");
+
+bool cma_put(struct group *g, int rank, struct cma_door *door, uint64_t address, const char *src, uint64_t nbytes) {
+    uint64_t word = 0;
+    struct iovec local[2] = {{&word, sizeof word}, {(void *)(uintptr_t)src, nbytes}}; /* NOLINT: only read */
+    door->target = (struct iovec){(void *)(uintptr_t)address, nbytes};                /* NOLINT: the peer's */
+    const struct iovec *remote = (const struct iovec *)(const void *)door;
+    return process_vm_writev(owner_of(g, rank), local, 2, remote, 2, 0) == (ssize_t)(sizeof word + nbytes);
 }

@@ -34,7 +34,7 @@ struct group {
     char **arena;                   /* per rank: where this process has mapped it */
     int64_t arena_bytes;            /* size of my own */
     _Atomic uint32_t **life;        /* per rank */
-    uint8_t *readable;              /* per rank: what exec/cma.c has found out */
+    _Atomic uint8_t *readable;      /* per rank: what exec/cma.c has found out */
     int spin;                       /* the first looks of a wait, at most */
     _Atomic int spin_now;           /* at present: fewer where ranks share cores and peers do not answer soon */
     /* Then, before sleeping: how long to keep a core and look, or to offer it; see sync/backoff.h. */

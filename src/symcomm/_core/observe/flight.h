@@ -8,7 +8,14 @@
 #include "os/clock.h"
 
 /* How the bytes went, and in the bits above that how the call was carried out. */
-enum flight_path { FLIGHT_STAGED, FLIGHT_DIRECT, FLIGHT_MESSAGE, FLIGHT_ATTACHED, FLIGHT_PATHS = 0x0f };
+enum flight_path {
+    FLIGHT_STAGED,
+    FLIGHT_DIRECT,
+    FLIGHT_MESSAGE,
+    FLIGHT_ATTACHED,
+    FLIGHT_ATTACHED_MESSAGE = FLIGHT_MESSAGE | 4,
+    FLIGHT_PATHS = 0x0f
+};
 enum flight_way {
     FLIGHT_SLOW_PATH = 0x10, /* Python looked at the tensors and found the plan; otherwise the core did */
     FLIGHT_QUEUED = 0x20,    /* the group's own thread ran it, or (messages) was there to; otherwise the caller's */
@@ -85,6 +92,11 @@ static inline void flight_add_path(struct flight_entry *e, int path) {
     if (e == NULL) return;
     int before = atomic_load_explicit(&e->path, memory_order_relaxed);
     atomic_store_explicit(&e->path, (uint8_t)(before | path), memory_order_relaxed);
+}
+
+/* The same, unless its place is another's now. */
+static inline void flight_add_path_of(struct flight_entry *e, uint64_t number, int path) {
+    if (e && atomic_load_explicit(&e->number, memory_order_relaxed) == number) flight_add_path(e, path);
 }
 
 /* The operation has ended; unless so many others were recorded since that its place is another's now. */

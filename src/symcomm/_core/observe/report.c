@@ -67,13 +67,8 @@ static PyMethodDef methods[] = {
 };
 
 static const struct constant constants[] = {
-    CONSTANT(FLIGHT_DIRECT),
-    CONSTANT(FLIGHT_MESSAGE),
-    CONSTANT(FLIGHT_ATTACHED),
-    CONSTANT(FLIGHT_PATHS),
-    CONSTANT(FLIGHT_SLOW_PATH),
-    CONSTANT(FLIGHT_QUEUED),
-    {NULL, 0},
+    CONSTANT(FLIGHT_DIRECT), CONSTANT(FLIGHT_MESSAGE),   CONSTANT(FLIGHT_ATTACHED), CONSTANT(FLIGHT_ATTACHED_MESSAGE),
+    CONSTANT(FLIGHT_PATHS),  CONSTANT(FLIGHT_SLOW_PATH), CONSTANT(FLIGHT_QUEUED),   {NULL, 0},
 };
 
 int symcomm_add_report(PyObject *module) { return symcomm_add_part(module, methods, constants); }

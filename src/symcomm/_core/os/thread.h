@@ -3,6 +3,7 @@
 #pragma once
 
 #include <pthread.h>
+#include <stdbool.h>
 #include <stddef.h>
 
 #define THREAD_STACK ((size_t)1 << 20)        /* of a thread that only runs the core */
@@ -10,3 +11,8 @@
 
 /* name: at most 15 characters, for ps, top and debuggers. 0, or an errno: no thread was started. */
 int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *(*run)(void *), void *argument);
+
+/* The kernel's number of this thread. */
+int thread_id(void);
+/* Whether a thread, of any process, is stopped or gone, and so in no system call. */
+bool thread_stands_still(int id);

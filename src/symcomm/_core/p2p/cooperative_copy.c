@@ -1,10 +1,13 @@
 #include "p2p/cooperative_copy.h"
 
 #include "memory/nontemporal.h"
+#include "os/thread.h"
 
-#define PIECE_BYTES (64 * 1024) /* a few microseconds: at the end one waits for the other's */
-#define COUNT_BITS 20           /* of pieces: 64 GiB */
+#define PIECE_BYTES (64 * 1024)     /* a few microseconds: at the end one waits for the other's */
+#define ATTACHED_BYTES (256 * 1024) /* the same of those that take a system call each */
+#define COUNT_BITS 20               /* of pieces: 64 GiB */
 #define COUNT_MASK (((uint64_t)1 << COUNT_BITS) - 1)
+#define FAILED COUNT_MASK /* instead of a number of pieces */
 #define BACK ((uint64_t)1)
 #define FRONT ((uint64_t)1 << COUNT_BITS)
 #define NUMBER_SHIFT (2 * COUNT_BITS) /* what is left for it tells all messages apart that are on their way at once */
@@ -12,62 +15,87 @@
 static uint64_t back_of(uint64_t claims) { return claims & COUNT_MASK; }
 static uint64_t front_of(uint64_t claims) { return claims >> COUNT_BITS & COUNT_MASK; }
 static bool is_of(uint64_t claims, uint64_t number) { return (claims ^ number << NUMBER_SHIFT) >> NUMBER_SHIFT == 0; }
-static uint64_t pieces_of(uint64_t nbytes) { return (nbytes + PIECE_BYTES - 1) / PIECE_BYTES; }
+static uint64_t piece_bytes(const struct coop_message *t) { return t->attached ? ATTACHED_BYTES : PIECE_BYTES; }
+static uint64_t pieces_of(const struct coop_message *t) { return (t->nbytes + piece_bytes(t) - 1) / piece_bytes(t); }
 
-bool coop_fits(uint64_t nbytes) { return nbytes >= COOP_BYTES && pieces_of(nbytes) <= COUNT_MASK; }
-
-static void copy_piece(char *to, const char *from, uint64_t nbytes, uint64_t piece) {
-    uint64_t start = piece * PIECE_BYTES, n = nbytes - start < PIECE_BYTES ? nbytes - start : PIECE_BYTES;
-    nt_copy(to + start, from + start, n, nt_pays(2 * nbytes));
-}
+bool coop_fits(uint64_t nbytes) { return nbytes >= COOP_BYTES && nbytes / PIECE_BYTES < COUNT_MASK - 1; }
 
 /* Takes one more piece for a side. before: the claims until then. False: none is left, or another message's turn. */
-static bool claim(struct coop_copy *j, uint64_t number, uint64_t pieces, uint64_t side, uint64_t *before) {
-    *before = atomic_load_explicit(&j->claims, memory_order_acquire);
+static bool claim(const struct coop_message *t, uint64_t side, uint64_t *before) {
+    uint64_t pieces = pieces_of(t);
+    *before = atomic_load_explicit(&t->copy->claims, memory_order_acquire);
     do {
-        if (!is_of(*before, number) || front_of(*before) + back_of(*before) >= pieces) return false;
-    } while (!atomic_compare_exchange_weak_explicit(&j->claims, before, *before + side, memory_order_acq_rel,
+        if (!is_of(*before, t->number) || front_of(*before) + back_of(*before) >= pieces) return false;
+    } while (!atomic_compare_exchange_weak_explicit(&t->copy->claims, before, *before + side, memory_order_acq_rel,
                                                     memory_order_acquire));
     return true;
 }
 
+static uint64_t pushed(const struct coop_message *t, uint64_t pieces) { return t->number << COUNT_BITS | pieces; }
+
 /* Whether the sender has copied all that it has claimed. */
-static bool is_pushed(struct coop_copy *j, uint64_t number, uint64_t claims) {
-    uint64_t all = number << COUNT_BITS | back_of(claims);
-    return back_of(claims) == 0 || atomic_load_explicit(&j->pushed, memory_order_acquire) == all;
+static bool is_pushed(const struct coop_message *t, uint64_t claims) {
+    uint64_t all = pushed(t, back_of(claims));
+    return back_of(claims) == 0 || atomic_load_explicit(&t->copy->pushed, memory_order_acquire) == all;
+}
+
+/* Whether the sender could not write into the receiver's memory, and tries no more. */
+static bool has_failed(const struct coop_message *t) {
+    return atomic_load_explicit(&t->copy->pushed, memory_order_acquire) == pushed(t, FAILED);
 }
 
 /* --- the receiver ----------------------------------------------------------------------------------------------- */
 
-void coop_open(struct coop_copy *j, uint64_t number, int64_t to) {
+void coop_open(const struct coop_message *t, int64_t to) {
+    struct coop_copy *j = t->copy;
+    if (t->attached) cma_open_door(&j->door);
     atomic_store_explicit(&j->to, to, memory_order_relaxed);
-    atomic_store_explicit(&j->claims, number << NUMBER_SHIFT, memory_order_release);
+    atomic_store_explicit(&j->claims, t->number << NUMBER_SHIFT, memory_order_release);
 }
 
-bool coop_pull(struct coop_copy *j, uint64_t number, char *to, const char *from, uint64_t nbytes, bool sender_is_dead) {
-    uint64_t pieces = pieces_of(nbytes), claims;
-    while (claim(j, number, pieces, FRONT, &claims)) copy_piece(to, from, nbytes, front_of(claims));
-    if (is_pushed(j, number, claims)) return true;
-    if (!sender_is_dead) return false;
-    for (uint64_t piece = pieces - back_of(claims); piece < pieces; piece++) copy_piece(to, from, nbytes, piece);
+static bool pull_piece(const struct coop_message *t, uint64_t piece) {
+    uint64_t size = piece_bytes(t), at = piece * size, n = t->nbytes - at < size ? t->nbytes - at : size;
+    if (t->attached) return cma_get(t->g, t->peer, t->mine + at, (uint64_t)(uintptr_t)t->theirs + at, n);
+    nt_copy(t->mine + at, t->theirs + at, n, nt_pays(2 * t->nbytes));
     return true;
 }
 
-bool coop_is_written(struct coop_copy *j, uint64_t number) {
-    return !is_pushed(j, number, atomic_load_explicit(&j->claims, memory_order_acquire));
+enum coop_state coop_pull(const struct coop_message *t, bool sender_is_dead) {
+    uint64_t claims, pieces = pieces_of(t);
+    bool all = true;
+    while (claim(t, FRONT, &claims)) all = all && pull_piece(t, front_of(claims));
+    if (!all) return COOP_LOST;
+    if (is_pushed(t, claims)) return COOP_WHOLE;
+    if (!sender_is_dead && !has_failed(t)) return COOP_WAITS;
+    for (uint64_t piece = pieces - back_of(claims); piece < pieces; piece++)
+        if (!pull_piece(t, piece)) return COOP_LOST;
+    return COOP_WHOLE;
+}
+
+bool coop_is_written(const struct coop_message *t) {
+    return !is_pushed(t, atomic_load_explicit(&t->copy->claims, memory_order_acquire)) && !has_failed(t);
 }
 
 /* --- the sender ------------------------------------------------------------------------------------------------- */
 
-bool coop_push(struct coop_copy *j, uint64_t number, char *arena, const char *from, uint64_t nbytes) {
-    uint64_t claims = atomic_load_explicit(&j->claims, memory_order_acquire), pieces = pieces_of(nbytes);
-    if (!is_of(claims, number)) return false;
+static bool push_piece(const struct coop_message *t, int64_t to, uint64_t piece) {
+    uint64_t size = piece_bytes(t), at = piece * size, n = t->nbytes - at < size ? t->nbytes - at : size;
+    if (t->attached) return cma_put(t->g, t->peer, &t->copy->door, (uint64_t)to + at, t->mine + at, n);
+    nt_copy(t->theirs + to + at, t->mine + at, n, nt_pays(2 * t->nbytes));
+    return true;
+}
+
+bool coop_push(const struct coop_message *t) {
+    struct coop_copy *j = t->copy;
+    uint64_t claims = atomic_load_explicit(&j->claims, memory_order_acquire), pieces = pieces_of(t);
+    if (!is_of(claims, t->number)) return false;
     /* Before a piece is claimed: whoever is stopped after that may find the next message's place here. */
-    char *to = arena + atomic_load_explicit(&j->to, memory_order_relaxed);
+    int64_t to = atomic_load_explicit(&j->to, memory_order_relaxed);
+    if (t->attached) atomic_store_explicit(&j->pusher, thread_id(), memory_order_relaxed);
     bool any = false;
-    while (claim(j, number, pieces, BACK, &claims)) {
-        copy_piece(to, from, nbytes, pieces - 1 - back_of(claims));
-        atomic_store_explicit(&j->pushed, number << COUNT_BITS | (back_of(claims) + 1), memory_order_release);
+    while (!has_failed(t) && claim(t, BACK, &claims)) {
+        bool done = push_piece(t, to, pieces - 1 - back_of(claims));
+        atomic_store_explicit(&j->pushed, pushed(t, done ? back_of(claims) + 1 : FAILED), memory_order_release);
         any = true;
     }
     return any;

@@ -16,6 +16,7 @@ struct incoming {
     bool reading;         /* the header was taken, the bytes not all yet */
     bool void_message;    /* it came to nothing */
     bool coop;            /* the sender may write into the tensor of `into` */
+    bool alone;           /* it was stopped while it did; not again: what it has begun may come at any time */
     uint64_t moved;
     struct op *into;               /* or */
     struct unexpected *unexpected; /* or neither: discard */

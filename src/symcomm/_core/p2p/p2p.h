@@ -2,8 +2,9 @@
  *
  * Every ordered pair of ranks has a channel in the sender's arena: a ring of bytes that the sender fills and the
  * receiver empties. A message is a header and its bytes, streamed as room allows; a symmetric tensor sends only the
- * header, and the receiver copies straight from it, with the sender's help where it is large (see
- * p2p/cooperative_copy.h). A posted operation is a small state machine; whoever waits drives all of them. */
+ * header, as does a large one that the receiver can read by system call ("attached"), and the receiver copies straight
+ * from it, with the sender's help where it is large (see p2p/cooperative_copy.h). A posted operation is a small state
+ * machine; whoever waits drives all of them. */
 #pragma once
 
 #include "p2p/cooperative_copy.h"
@@ -14,18 +15,22 @@
 
 struct channel {
     _Alignas(64) _Atomic uint64_t filled; /* bytes the sender has put in, ever */
-    /* 1: its symmetric messages that were not copied yet are not to be trusted. */
+    /* 1: its messages that were not copied yet, of those outside the ring, are not to be trusted. */
     _Atomic uint64_t withdrawn;
     _Alignas(64) _Atomic uint64_t emptied; /* bytes the receiver has taken out, ever */
-    _Alignas(64) _Atomic uint64_t copied;  /* symmetric messages the receiver has copied, ever */
+    _Atomic uint64_t attaches;             /* 1: the receiver has found that it can read the sender's memory */
+    _Alignas(64) _Atomic uint64_t copied;  /* messages outside the ring that the receiver has copied, ever */
     struct coop_copy coop;                 /* of the one that it is at */
     _Alignas(64) char ring[RING_BYTES];
 };
 
+#define IN_RING (-1)
+#define ATTACHED INT64_MIN
+
 struct header {
     uint64_t nbytes;
     int64_t tag;
-    int64_t offset; /* in the sender's arena, or -1: the bytes follow in the ring */
+    int64_t offset; /* in the sender's arena; IN_RING: the bytes follow; or ATTACHED + the address in its memory */
     int64_t dtype;
 };
 
@@ -38,7 +43,8 @@ struct op {
     int64_t tag, dtype;
     char *buffer;
     uint64_t nbytes, moved;
-    uint64_t ticket; /* symmetric send: done when this many were copied */
+    uint64_t ticket; /* of a send outside the ring: done when this many were copied */
+    bool attached;
     enum op_state state;
     int status; /* STATUS_OK, or STATUS_SIZE with `got` and `got_dtype` */
     uint64_t got;

@@ -10,7 +10,15 @@
 #include "module/module.h"
 #include "observe/flight.h"
 #include "os/futex.h"
+#include "os/thread.h"
 #include "sync/sync.h"
+
+/* Elsewhere two copies through the ring are faster than a copy by system call. */
+#if defined(__x86_64__)
+#define ATTACHING_PAYS true
+#else
+#define ATTACHING_PAYS false
+#endif
 
 #define DIRECT_BYTES (32 * 1024)       /* below, copying twice is cheaper than waiting for the receiver */
 #define WAKING_BYTES (4 * 1024 * 1024) /* below, a sender that sleeps is not woken to help: it would come too late */
@@ -39,6 +47,7 @@ void p2p_record(struct group *g, struct op *op) {
 }
 
 void p2p_finish(struct op *op, int status) {
+    if (op->attached) flight_add_path_of(op->record, op->record_number, FLIGHT_ATTACHED_MESSAGE);
     flight_end(op->record, op->record_number, status);
     op->status = status;
     op->state = OP_DONE;
@@ -61,9 +70,21 @@ static void ring_read(struct channel *c, uint64_t at, void *bytes, uint64_t n, b
 
 /* --- sending ---------------------------------------------------------------------------------------------------- */
 
-/* Where a message of so many bytes is copied from or to directly, or -1. */
+/* Where a message of so many bytes is copied from or to directly, or IN_RING. */
 static int64_t direct_offset(const struct group *g, const char *buffer, uint64_t nbytes) {
-    return nbytes >= DIRECT_BYTES ? symmetric_offset(g, buffer, (int64_t)nbytes) : -1;
+    return nbytes >= DIRECT_BYTES ? symmetric_offset(g, buffer, (int64_t)nbytes) : IN_RING;
+}
+
+static bool is_attached(const struct header *h) { return h->offset < IN_RING; }
+
+/* The header of a send, which settles how its bytes go. */
+static struct header header_of(struct group *g, const struct channel *c, struct op *op) {
+    struct header h = {op->nbytes, op->tag, direct_offset(g, op->buffer, op->nbytes), op->dtype};
+    if (h.offset != IN_RING || !coop_fits(op->nbytes)) return h;
+    op->attached = atomic_load_explicit(&c->attaches, memory_order_relaxed) &&
+                   cma_is_readable(&op->buffer, 1, (int64_t)op->nbytes);
+    if (op->attached) h.offset = ATTACHED + (int64_t)(intptr_t)op->buffer;
+    return h;
 }
 
 /* Bytes that fit into the ring, of so many wanted. */
@@ -80,11 +101,11 @@ static bool push(struct p2p *m, struct outgoing *o, struct op *op) {
     uint64_t room = room_for(o, filled, sizeof(struct header) + op->nbytes - op->moved);
     if (op->state == OP_POSTED) {
         if (room < sizeof(struct header)) return false;
-        struct header h = {op->nbytes, op->tag, direct_offset(m->group, op->buffer, op->nbytes), op->dtype};
+        struct header h = header_of(m->group, c, op);
         ring_write(c, filled, &h, sizeof h);
         filled += sizeof h, room -= sizeof h;
         op->state = OP_MOVING;
-        if (h.offset >= 0) op->moved = op->nbytes, op->ticket = ++o->tickets;
+        if (h.offset != IN_RING) op->moved = op->nbytes, op->ticket = ++o->tickets;
     }
     uint64_t n = op->nbytes - op->moved < room ? op->nbytes - op->moved : room;
     if (n > RING_BYTES / 4) n = RING_BYTES / 4; /* let the receiver start on the first part */
@@ -97,9 +118,11 @@ static bool push(struct p2p *m, struct outgoing *o, struct op *op) {
 /* Takes part in copying what peer is at. */
 static bool help(struct p2p *m, int peer) {
     bool helped = false;
-    for (struct op *op = m->out[peer].unacknowledged; op; op = op->next)
-        if (coop_fits(op->nbytes))
-            helped |= coop_push(&m->out[peer].channel->coop, op->ticket, m->group->arena[peer], op->buffer, op->nbytes);
+    for (struct op *op = m->out[peer].unacknowledged; op; op = op->next) {
+        struct coop_message t = {&m->out[peer].channel->coop, op->ticket, op->nbytes, op->buffer,
+                                 m->group->arena[peer],       m->group,   peer,       op->attached};
+        if (coop_fits(op->nbytes) && (!op->attached || cma_can_read(m->group, peer))) helped |= coop_push(&t);
+    }
     if (helped) ring_p2p_doorbell(m->group, peer);
     return helped;
 }
@@ -171,6 +194,12 @@ static void deliver(struct op *op, const struct header *h) {
     p2p_release(op);
 }
 
+/* The next large message may come by system call, if that is possible. */
+static void offer_to_attach(struct group *g, struct channel *c, int peer) {
+    if (ATTACHING_PAYS && peer != g->rank && cma_can_read(g, peer))
+        atomic_store_explicit(&c->attaches, 1, memory_order_relaxed);
+}
+
 static bool take_header(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     struct channel *c = i->channel;
@@ -190,6 +219,8 @@ static bool take_header(struct p2p *m, int peer) {
         p->header = i->header;
         i->unexpected = p;
     }
+    if (i->into) i->into->attached = is_attached(&i->header);
+    if (i->header.offset == IN_RING && coop_fits(i->header.nbytes)) offer_to_attach(m->group, i->channel, peer);
     i->reading = true;
     i->moved = 0;
     atomic_store_explicit(&c->emptied, emptied + sizeof i->header, memory_order_release);
@@ -201,7 +232,7 @@ static char *destination(struct incoming *i) {
     return i->into && fits(i->into, &i->header) ? i->into->buffer : NULL;
 }
 
-/* A symmetric message was copied: is it what was sent, or did the sender have its tensor back meanwhile? */
+/* A message outside the ring was copied: is it what was sent, or did the sender have its tensor back meanwhile? */
 static bool was_withdrawn(const struct channel *c) {
     atomic_thread_fence(memory_order_acquire);
     return atomic_load_explicit(&c->withdrawn, memory_order_relaxed);
@@ -209,71 +240,103 @@ static bool was_withdrawn(const struct channel *c) {
 
 static bool is_dead(struct p2p *m, int peer) { return sync_marked_gone(m->group, peer) == STATUS_DEAD; }
 
-/* The number that the sender gave to the symmetric message which is being read. */
+/* The number that the sender gave to the message outside the ring which is being read. */
 static uint64_t ticket_of(struct incoming *i) {
     return atomic_load_explicit(&i->channel->copied, memory_order_relaxed) + 1;
+}
+
+static struct coop_message message_of(struct p2p *m, int peer) {
+    struct incoming *i = &m->in[peer];
+    bool attached = is_attached(&i->header);
+    char *theirs = attached ? (char *)(intptr_t)(i->header.offset - ATTACHED) /* NOLINT: an address of the sender's */
+                            : m->group->arena[peer] + i->header.offset;
+    return (struct coop_message){&i->channel->coop, ticket_of(i), i->header.nbytes, destination(i), theirs,
+                                 m->group,          peer,         attached};
 }
 
 /* Whether the sender may help to copy. Where ranks share cores, it would only take the receiver's. */
 static bool may_cooperate(struct group *g, struct incoming *i, int peer) {
     if (i->into == NULL || peer == g->rank || !coop_fits(i->header.nbytes)) return false;
-    return !atomic_load_explicit(&g->oversubscribed, memory_order_relaxed) &&
-           direct_offset(g, i->into->buffer, i->header.nbytes) >= 0;
+    if (atomic_load_explicit(&g->oversubscribed, memory_order_relaxed)) return false;
+    return is_attached(&i->header) ? !i->alone : direct_offset(g, i->into->buffer, i->header.nbytes) >= 0;
 }
 
-/* Copies a symmetric message. False: the sender is still at its share of it. */
-static bool copy(struct p2p *m, int peer) {
+static enum coop_state copy_alone(const struct coop_message *t) {
+    if (t->attached)
+        return cma_get(t->g, t->peer, t->mine, (uint64_t)(uintptr_t)t->theirs, t->nbytes) ? COOP_WHOLE : COOP_LOST;
+    nt_copy(t->mine, t->theirs, t->nbytes, nt_pays(2 * t->nbytes));
+    return COOP_WHOLE;
+}
+
+/* Copies a message that is not in the ring. */
+static enum coop_state copy(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
-    const char *from = m->group->arena[peer] + i->header.offset;
-    char *to = destination(i);
-    uint64_t nbytes = i->header.nbytes;
-    if (to == NULL) return true;
+    struct coop_message t = message_of(m, peer);
+    if (t.mine == NULL) return COOP_WHOLE;
     if (!i->coop && may_cooperate(m->group, i, peer)) {
         i->coop = true;
-        coop_open(&i->channel->coop, ticket_of(i), direct_offset(m->group, to, nbytes));
-        if (nbytes >= WAKING_BYTES) ring_p2p_doorbell(m->group, peer);
+        coop_open(&t, t.attached ? (int64_t)(intptr_t)t.mine : direct_offset(m->group, t.mine, t.nbytes));
+        if (t.nbytes >= WAKING_BYTES) ring_p2p_doorbell(m->group, peer);
     }
-    if (!i->coop) nt_copy(to, from, nbytes, nt_pays(2 * nbytes));
-    else if (!coop_pull(&i->channel->coop, ticket_of(i), to, from, nbytes, is_dead(m, peer))) return false;
-    i->coop = false;
-    return true;
+    if (!i->coop) return copy_alone(&t);
+    enum coop_state state = coop_pull(&t, is_dead(m, peer));
+    if (state == COOP_WHOLE) i->coop = false;
+    return state;
+}
+
+/* Waits until the sender does not write any more, or stands still; false: it might write yet. Whoever stands still has
+ * copied its piece, or comes to a door that is shut. */
+static bool await_writer(struct p2p *m, const struct coop_message *t) {
+    struct group *g = m->group;
+    if (t->attached) cma_shut_door(&t->copy->door);
+    else if (is_dead(m, t->peer)) return true;
+    if (!coop_is_written(t)) return true;
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    int64_t end = symcomm_now_ns() + (g->own_process && !t->attached ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
+    while (coop_is_written(t) && symcomm_now_ns() < end) {
+        if (t->attached ? thread_stands_still(atomic_load(&t->copy->pusher)) : is_dead(m, t->peer)) break;
+        usleep(100);
+    }
+    return !coop_is_written(t) || (!t->attached && is_dead(m, t->peer));
 }
 
 void p2p_revoke_receive(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
-    struct group *g = m->group;
     if (!i->coop) return;
     i->coop = false;
-    struct coop_copy *j = &i->channel->coop;
-    uint64_t number = ticket_of(i);
-    if (is_dead(m, peer) || !coop_is_written(j, number)) return;
-    if (symcomm_before_waiting) symcomm_before_waiting();
-    int64_t end = symcomm_now_ns() + (g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
-    while (coop_is_written(j, number) && !is_dead(m, peer) && symcomm_now_ns() < end) usleep(100);
-    if (g->own_process && coop_is_written(j, number) && !is_dead(m, peer))
-        isolate(i->into->buffer, (int64_t)i->header.nbytes);
+    struct coop_message t = message_of(m, peer);
+    if (await_writer(m, &t)) return;
+    if (t.attached) i->alone = true;
+    else if (m->group->own_process) isolate(i->into->buffer, (int64_t)t.nbytes);
 }
 
-static void take_symmetric(struct p2p *m, int peer) {
+/* What was read is not what was sent: the sender has its tensor back, or it cannot be read. */
+static void lose_message(struct p2p *m, int peer, bool withdrawn) {
+    struct group *g = m->group;
+    int gone = sync_gone(g, peer);
+    p2p_revoke_receive(m, peer);
+    if (gone) sync_fail(g, gone, peer);
+    else if (withdrawn) sync_fail_of(g, STATUS_HALF_SENT, g->rank, peer); /* it says the same as soon as it can */
+    else sync_fail(g, STATUS_UNREADABLE, peer);
+    m->in[peer].void_message = true;
+}
+
+static void take_outside(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
-    if (!copy(m, peer)) return;
+    enum coop_state state = copy(m, peer);
+    if (state == COOP_WAITS) return;
     i->moved = i->header.nbytes;
-    if (was_withdrawn(i->channel)) { /* the sender says the same as soon as it can */
-        int gone = sync_marked_gone(m->group, peer);
-        if (gone) sync_fail(m->group, gone, peer);
-        else sync_fail_of(m->group, STATUS_HALF_SENT, m->group->rank, peer);
-        i->void_message = true;
-        return;
-    }
-    atomic_fetch_add_explicit(&i->channel->copied, 1, memory_order_release);
+    bool withdrawn = was_withdrawn(i->channel);
+    if (withdrawn || state == COOP_LOST) lose_message(m, peer, withdrawn);
+    else atomic_fetch_add_explicit(&i->channel->copied, 1, memory_order_release);
 }
 
 static void take_bytes(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     struct channel *c = i->channel;
     char *to = destination(i);
-    if (i->header.offset >= 0) {
-        take_symmetric(m, peer);
+    if (i->header.offset != IN_RING) {
+        take_outside(m, peer);
         return;
     }
     uint64_t emptied = atomic_load_explicit(&c->emptied, memory_order_relaxed);

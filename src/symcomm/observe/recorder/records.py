@@ -12,7 +12,9 @@ from symcomm.group.failure import REDUCING, ROOTED, Status
 from symcomm.memory.flight import FlightEntry, Peek, read_flight
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
-DIRECT, MESSAGE, ATTACHED = native.FLIGHT_DIRECT, native.FLIGHT_MESSAGE, native.FLIGHT_ATTACHED
+DIRECT, ATTACHED = native.FLIGHT_DIRECT, native.FLIGHT_ATTACHED
+MESSAGE, ATTACHED_MESSAGE = native.FLIGHT_MESSAGE, native.FLIGHT_ATTACHED_MESSAGE
+OTHER_PLANS = {DIRECT: "direct", ATTACHED: "attached", ATTACHED_MESSAGE: "attached"}
 LONG, QUEUED = native.FLIGHT_SLOW_PATH, native.FLIGHT_QUEUED
 
 
@@ -103,7 +105,7 @@ def operations_of(group: Any) -> list[list[Operation]]:
 
 def as_operation(entry: FlightEntry) -> Operation:
     """A raw entry as an Operation."""
-    message = entry.path == MESSAGE
+    message = entry.path in (MESSAGE, ATTACHED_MESSAGE)
     dtype = DType(entry.signature >> 8 & 0xFF)
     side = entry.signature >> 24 & 0xFFFFFFFF
     op: str | None = None
@@ -134,7 +136,7 @@ def as_operation(entry: FlightEntry) -> Operation:
         finished_ns=native.ticks_to_ns(entry.finished) if entry.finished else None,
         waited_us=entry.waited_us,
         state="running" if not entry.finished else "completed" if not entry.status else _failure(entry.status),
-        plan={DIRECT: "direct", ATTACHED: "attached"}.get(entry.path, ALGORITHMS[entry.plan]),
+        plan=OTHER_PLANS.get(entry.path, ALGORITHMS[entry.plan]),
         zero_copy=entry.path == DIRECT,
         site=entry.site,
         exact_site=entry.exact_site,
