@@ -91,7 +91,7 @@ def messages(g) -> None:
 
     def talk(tag: int) -> None:
         try:
-            for count in (0, 5, 3000, 100_000):
+            for count in (0, 5, 3000, 100_000, 300_000, 300_000):
                 for make in (lambda c: np.empty(c, "f4"), lambda c: symmetric(g, c)):
                     sent, got = make(count), make(count)
                     sent[:] = tag
