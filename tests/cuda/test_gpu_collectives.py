@@ -90,7 +90,7 @@ def die_in_the_stream(rank: int, world: int, store: str) -> tuple[float, str, st
 def test_a_rank_that_dies_while_the_gpu_waits_for_it(tmp_path: Path, mps: bool):
     with sharing(mps):
         first, second = run_ranks(die_in_the_stream, 2, str(tmp_path / "store"), outcomes=True)
-    assert second.kind == "died"
+    assert second.kind == "died" and first.kind == "returned", str(first)
     seconds, synchronized, waited, later = first.value
     assert seconds < 5
     assert synchronized.startswith("RankFailedError: all_reduce on cuda:0 of group 'world' failed on rank 0")

@@ -192,6 +192,7 @@ def test_a_survivor_merges_with_others():
 def _new_group_of(group: Any, scenario: tuple) -> tuple:
     """Rank 1 is struck; the others make the group, and use it, until they are told."""
     step, how = scenario
+    group.barrier()  # all have joined
     if group.rank == 1:
         _strike_at(
             HierarchicalGroup if group.spans_hosts else LocalGroup,

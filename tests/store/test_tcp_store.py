@@ -27,6 +27,7 @@ from symcomm.errors import (
 from symcomm.store.base import QueueEmptyError
 from symcomm.store.tcp import StoreLimits, TCPStore
 from symcomm.store.tcp_server import _bind_addresses
+from tests.support.ports import free_port
 from tests.support.ranks import run_ranks, until
 from tests.support.tcp import TEN, client, in_thread, serve
 
@@ -324,8 +325,7 @@ def test_a_signal_ends_a_wait(store):
 
 
 def test_a_client_may_come_before_the_server():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     early = in_thread(client, port)
     time.sleep(0.2)
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=TEN)
@@ -334,8 +334,7 @@ def test_a_client_may_come_before_the_server():
 
 
 def test_nobody_answers():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     with pytest.raises(DeadlineError, match=rf"no store answered at 127.0.0.1:{port} in 200 ms.*refused.*is_master"):
         client(port, timeout=0.2)
 
@@ -351,8 +350,7 @@ def _join(rank, world, port, master):
 
 
 def test_workers_join():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     assert run_ranks(_join, 3, port, 1) == [port] * 3
 
 

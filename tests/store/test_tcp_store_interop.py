@@ -12,6 +12,7 @@ import pytest
 
 from symcomm.errors import DeadlineError, StoreAuthError, StoreConnectionError
 from symcomm.store.tcp import TCPStore
+from tests.support.ports import free_port
 from tests.support.ranks import run_ranks, until
 from tests.support.tcp import in_thread
 
@@ -210,8 +211,7 @@ def _join(rank, world, port, kinds):
     "kinds", [("ours", "torch", "ours"), ("torch", "ours", "torch")], ids=lambda k: f"{k[0]}-serves"
 )
 def test_workers_of_both_kinds_join(kinds):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     assert run_ranks(_join, 3, port, kinds) == [5, 5, 5]
 
 
@@ -234,8 +234,7 @@ def _gloo(rank, world, port):
 
 
 def test_gloo_meets_on_our_server():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     assert run_ranks(_gloo, 2, port, deadline=90) == [(3.0, ["rank 0", "rank 1"])] * 2
 
 

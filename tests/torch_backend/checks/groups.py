@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -14,19 +13,14 @@ from symcomm import errors
 from symcomm.torch_backend.bootstrap import store_prefix_of
 from symcomm.torch_backend.group import TorchGroup
 from symcomm.torch_backend.versions import SPLIT_KEEPS_ORDER
+from tests.support.ports import free_port
 from tests.torch_backend.checks import WORLD, check, check3, equal, joined, refused
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @check
 def init_methods(rank: int, path: str) -> None:
     with joined(rank, path + "-meet") as group:
-        ports = torch.tensor([_free_port(), _free_port()])
+        ports = torch.tensor([free_port(), free_port()])
         dist.broadcast(ports, 0)
         assert dist.get_backend() == "symcomm" and group.name() == "custom"
     tcp, env = ports.tolist()
@@ -195,7 +189,7 @@ def newest_interface(rank: int, path: str) -> None:
     except ModuleNotFoundError:  # gone since torch 2.14
         return
     with joined(rank, path + "-meet"):
-        port = torch.tensor([_free_port()])
+        port = torch.tensor([free_port()])
         dist.broadcast(port, 0)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.item()), "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     os.environ.update(place)
