@@ -10,6 +10,8 @@ import ctypes
 import os
 import platform
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,20 +27,17 @@ from symcomm.observe.recorder import records
 from tests.support.call_gate import CallGate, refuse
 from tests.support.faults import attempt, leftovers, run_group
 from tests.support.halted_calls import PATTERN, of_rank
+from tests.support.halted_messages import BACK, COUNT, HIT, NOBODY, RAISED, WROTE, halted_in_kernel
 from tests.support.large_messages import each_way, receive
 from tests.support.page_gate import PAGE, Words, ordinary, stop
 from tests.support.pager import Pager, needs_pager
-from tests.support.ranks import Outcome, returned
+from tests.support.ranks import Outcome, returned, until
 
 pytestmark = [
     pytest.mark.unused_process,  # ranks that other tests have left in it count as sharing the cores
     pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere such messages go through shared memory"),
 ]
 
-# Words: rank 0 stands at its write; rank 1 has its tensor back; rank 0 has ended its call
-HIT, RAISED, WROTE, NOBODY = 0, 1, 2, 3
-COUNT = (1 << 20) + 3  # elements, of several pieces
-BACK = 4 * (COUNT - (1 << 15))  # bytes: a place in the piece that the sender begins with
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -227,50 +226,11 @@ def test_a_sender_that_dies_at_its_write_is_named():
 # --- ranks that stand in the middle of a copy ------------------------------------------------------------------------
 
 
-def _halted_in_kernel(g: ProcessGroup, who: str, gate: CallGate, words: Words) -> tuple[str, int]:
-    """A page of rank 1's tensor comes 3 s after somebody has begun to wait for it, or when the sender gave up: rank 0,
-    before rank 1 reads anything, or rank 1 itself, alone."""
-    x, y = ordinary(COUNT), ordinary(COUNT)
-    for _ in range(2):  # the next one is attached
-        attempt((lambda: g.send(x, 1)) if g.rank == 0 else (lambda: g.recv(y, 0)))
-    x.copy_(of_rank(0, COUNT))
-    if g.rank == 0 and who == "sender gives up":
-        refuse("process_vm_writev")
-    if g.rank == 1:
-        pager = Pager()
-        y = pager.tensor(COUNT, 0 if who == "sender gives up" else BACK // PAGE * PAGE)
-
-        def serve() -> None:
-            words[HIT] = pager.await_hit()
-            gate.open()
-            words.reach(RAISED, 1, 3.0)
-            pager.give()
-            words[WROTE] = 1
-
-        threading.Thread(target=serve, daemon=True).start()
-        if who == "receiver gives up":
-            gate.close("process_vm_readv")
-    g.barrier()
-    if g.rank == 0:
-        raised = attempt(lambda: g.send(x, 1, timeout=1.0 if who == "sender gives up" else 20.0))
-        x.fill_(PATTERN)
-        words[RAISED] = who == "sender gives up"
-        if not raised:
-            g.send(torch.zeros(1), 1, tag=9)
-        return raised, 0
-    raised = attempt(lambda: g.recv(y, 0, timeout=1.0 if who == "receiver gives up" else 20.0))
-    written = words[WROTE]
-    y.fill_(PATTERN)
-    if who == "receiver gives up":
-        g.recv(torch.zeros(1), 0, tag=9)
-    return raised, int((y != PATTERN).sum()) if written else COUNT
-
-
 def halt_in_kernel(who: str) -> list[tuple[str, int]]:
     needs_pager()
     words = Words()
     gate = CallGate(words, NOBODY)
-    told = returned(run_group(_halted_in_kernel, 2, who, gate, words))
+    told = returned(run_group(halted_in_kernel, 2, who, gate, words))
     gate.discard()
     assert words[HIT] == 1
     return told
@@ -338,3 +298,71 @@ def test_a_receive_that_returned_is_right_when_the_sender_is_killed(turn):
 
     sender, receiver = run_group(_kill_in_row, 2, words, during=during)
     assert (sender.kind, receiver.value) == ("died", ("RankFailedError", 0))
+
+
+# --- numbers that mean another process ------------------------------------------------------------------------------
+
+
+def in_namespace(*arguments: str) -> list[str]:
+    """What other_pids.py prints."""
+    if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs namespaces of process numbers; `make test` as root runs it")
+    *options, what = arguments
+    program = [sys.executable, "-m", "tests.support.other_pids", what]
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", *options, *program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("how", ["read", "write"])
+def test_a_process_that_has_a_dead_ranks_number_is_neither_read_nor_written(how):
+    raised, got, overwritten = in_namespace("--mount-proc", how)
+    assert (raised, overwritten) == ("RankFailedError", "0")
+    assert how == "read" or got == "0"
+
+
+def test_a_number_of_another_namespace_is_not_believed():
+    needs_pager()
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        stop(stranger.pid)
+        assert in_namespace(str(stranger.pid)) == ["DeadlineError", "0", "1"]
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def _leave_during_receive(g: ProcessGroup, words: Words) -> tuple[str, int]:
+    x, y = ordinary(COUNT), ordinary(COUNT)
+    for _ in range(2):
+        attempt((lambda: g.send(x, 1)) if g.rank == 0 else (lambda: g.recv(y, 0)))
+    g.barrier()
+    if g.rank == 0:
+        words.reach(RAISED, 1)
+        raised = attempt(lambda: g.send(x, 1))
+        words[WROTE] = 1
+        return raised, 0
+    pager = Pager()
+    held = pager.tensor(COUNT, 0)
+    work = g.irecv(y, 0)
+    g.all_reduce(held, async_op=True)
+    assert pager.await_hit()  # whoever leaves waits for this one
+    leaving = threading.Thread(target=g.leave_now)
+    leaving.start()
+    assert until(lambda: bool(attempt(lambda: g.recv(torch.zeros(1), 0, tag=9, timeout=0.01)) == "GroupUnusableError"))
+    raised = attempt(work.wait)
+    y.fill_(PATTERN)
+    words[RAISED] = 1
+    words.reach(WROTE, 1, 1.0)
+    touched = int((y != PATTERN).sum())
+    pager.give()
+    leaving.join()
+    return raised, touched
+
+
+def test_a_wait_that_finds_its_group_left_has_its_tensor_back():
+    needs_pager()
+    sender, receiver = returned(run_group(_leave_during_receive, 2, Words()))
+    assert sender[0] == "RankFailedError" and receiver == ("GroupUnusableError", 0)

@@ -2,6 +2,7 @@
 #include "exec/cma.h"
 
 #include <errno.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <unistd.h>
 
@@ -72,23 +73,45 @@ int cma_read(struct group *g, int rank, char *dst, uint64_t address, int64_t nby
 }
 
 bool cma_get(struct group *g, int rank, char *dst, uint64_t address, uint64_t nbytes) {
+    pid_t owner = owner_of(g, rank);
     for (uint64_t done = 0; done < nbytes;) {
         size_t n = (size_t)(nbytes - done < AT_ONCE ? nbytes - done : AT_ONCE);
-        ssize_t got = read_from(owner_of(g, rank), dst + done, address + done, n);
-        if (got <= 0) return false;
+        ssize_t got = read_from(owner, dst + done, address + done, n);
+        /* The kernel marks a life before it gives its number to another. */
+        if (got <= 0 || life_has_ended(g->life[rank]) || owner_of(g, rank) != owner) return false;
         done += (uint64_t)got;
     }
     return true;
 }
 
-static uint64_t threshold; /* what every writer overwrites first */
+#define TRIES 16
+#define USER_PAGES ((uint64_t)0x3ffffffff) /* below 64 TiB, where x86-64 puts next to nothing by itself */
+#define NOWHERE (~(uint64_t)7)             /* not even a process that has mapped address 0 can write there */
 
-void cma_open_door(struct cma_door *door) {
-    door->word_bytes = sizeof threshold;
-    atomic_store(&door->address, (uint64_t)(uintptr_t)&threshold);
+uint64_t cma_make_threshold(void) {
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), random;
+    for (int i = 0; i < TRIES; i++) {
+        if (getrandom(&random, sizeof random, GRND_NONBLOCK) != sizeof random) return 0;
+        void *wanted = (void *)(uintptr_t)((random & USER_PAGES) * page); /* NOLINT: an address */
+        int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
+        void *at = mmap(wanted, page, PROT_READ | PROT_WRITE, flags, -1, 0);
+        if (at == MAP_FAILED) continue;
+        if (at == wanted && madvise(at, page, MADV_DONTFORK) == 0) return (uint64_t)(uintptr_t)at;
+        munmap(at, page);
+    }
+    return 0;
 }
 
-void cma_shut_door(struct cma_door *door) { atomic_store(&door->address, 0); }
+void cma_drop_threshold(uint64_t threshold) {
+    if (threshold) munmap((void *)(uintptr_t)threshold, (size_t)sysconf(_SC_PAGESIZE)); /* NOLINT: an address */
+}
+
+void cma_open_door(struct cma_door *door, uint64_t threshold) {
+    door->word_bytes = sizeof(uint64_t);
+    atomic_store(&door->address, threshold ? threshold : NOWHERE);
+}
+
+void cma_shut_door(struct cma_door *door) { atomic_store(&door->address, NOWHERE); }
 
 /* The kernel takes both places, door and target, in when the call begins, and writes to them in this order. */
 _Static_assert(offsetof(struct cma_door, target) == sizeof(struct iovec), "a door and its target are two iovecs");

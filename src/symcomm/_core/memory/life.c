@@ -23,21 +23,6 @@ struct watch {
     pthread_t thread;
 };
 
-/* The inode of this process's pid namespace; 0 when /proc is not there, or belongs to another one. */
-static uint64_t pid_namespace(void) {
-    static _Atomic uint64_t known;
-    static _Atomic int of_pid;
-    int pid = getpid();
-    if (atomic_load(&of_pid) == pid) return atomic_load(&known);
-    struct stat facts = {0};
-    char link[16] = {0};
-    bool ours = readlink("/proc/self", link, sizeof link - 1) > 0 && atoi(link) == pid &&
-                stat("/proc/self/ns/pid", &facts) == 0;
-    atomic_store(&known, ours ? facts.st_ino : 0);
-    atomic_store(&of_pid, pid);
-    return ours ? facts.st_ino : 0;
-}
-
 static bool status_says_dumping(uint32_t tid) {
     char path[32], text[4096];
     snprintf(path, sizeof path, "/proc/%u/status", tid);
@@ -52,7 +37,7 @@ bool life_dumps_core(_Atomic uint32_t *word) {
     struct life *life = life_of(word);
     uint32_t seen = atomic_load_explicit(word, memory_order_acquire);
     uint64_t owned = atomic_load_explicit(&life->pid_namespace, memory_order_relaxed);
-    if ((seen & FUTEX_TID_MASK) == 0 || owned == 0 || owned != pid_namespace()) return false;
+    if ((seen & FUTEX_TID_MASK) == 0 || owned == 0 || owned != thread_namespace()) return false;
     int64_t now = symcomm_now_ns(), last = atomic_load_explicit(&life->looked, memory_order_relaxed);
     if (now >= last && now - last < LOOK_NS) return false;
     if (!atomic_compare_exchange_strong(&life->looked, &last, now) || !status_says_dumping(seen & FUTEX_TID_MASK))
@@ -66,7 +51,7 @@ static void *hold_life(void *argument) {
     w->head.futex_offset = (long)offsetof(struct life, word);
     w->head.list_op_pending = NULL;
     w->life->entry.next = &w->head.list;
-    atomic_store_explicit(&w->life->pid_namespace, pid_namespace(), memory_order_relaxed);
+    atomic_store_explicit(&w->life->pid_namespace, thread_namespace(), memory_order_relaxed);
     atomic_store(&w->life->word, (uint32_t)syscall(SYS_gettid));
     w->error = syscall(SYS_set_robust_list, &w->head, sizeof w->head) ? errno : 0;
     atomic_store(&w->started, 1);

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #define THREAD_STACK ((size_t)1 << 20)        /* of a thread that only runs the core */
 #define THREAD_STACK_PYTHON ((size_t)8 << 20) /* of one that calls back into Python: as much as Python's own have */
@@ -14,5 +15,9 @@ int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *
 
 /* The kernel's number of this thread. */
 int thread_id(void);
-/* Whether a thread, of any process, is stopped or gone, and so in no system call. */
+/* Where such numbers mean what they do here: the inode of the pid namespace; 0 when /proc is not there, or another's.
+ */
+uint64_t thread_namespace(void);
+/* Whether a thread, of any process, is stopped or gone, and so in no system call. One that is frozen with its control
+ * group is not known to be. */
 bool thread_stands_still(int id);

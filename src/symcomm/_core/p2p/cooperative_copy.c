@@ -46,9 +46,9 @@ static bool has_failed(const struct coop_message *t) {
 
 /* --- the receiver ----------------------------------------------------------------------------------------------- */
 
-void coop_open(const struct coop_message *t, int64_t to) {
+void coop_open(const struct coop_message *t, int64_t to, uint64_t threshold) {
     struct coop_copy *j = t->copy;
-    if (t->attached) cma_open_door(&j->door);
+    if (t->attached) cma_open_door(&j->door, threshold);
     atomic_store_explicit(&j->to, to, memory_order_relaxed);
     atomic_store_explicit(&j->claims, t->number << NUMBER_SHIFT, memory_order_release);
 }

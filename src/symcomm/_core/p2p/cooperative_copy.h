@@ -42,8 +42,8 @@ bool coop_fits(uint64_t nbytes);
 
 /* All of these with the caller's lock of struct p2p held. */
 
-/* The receiver's tensor, at `to`, may be written to. */
-void coop_open(const struct coop_message *t, int64_t to);
+/* The receiver's tensor, at `to`, may be written to; if it is attached, through this threshold. */
+void coop_open(const struct coop_message *t, int64_t to, uint64_t threshold);
 /* Copies the receiver's share. Whether all of the message has come, the sender is copying the rest, or its memory could
  * not be read, so that the message is lost. */
 enum coop_state coop_pull(const struct coop_message *t, bool sender_is_dead);

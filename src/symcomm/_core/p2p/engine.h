@@ -16,7 +16,7 @@ struct incoming {
     bool reading;         /* the header was taken, the bytes not all yet */
     bool void_message;    /* it came to nothing */
     bool coop;            /* the sender may write into the tensor of `into` */
-    bool alone;           /* it was stopped while it did; not again: what it has begun may come at any time */
+    bool alone;           /* it stopped while it did; not again: what it has begun may come at any time */
     uint64_t moved;
     struct op *into;               /* or */
     struct unexpected *unexpected; /* or neither: discard */
@@ -38,6 +38,7 @@ struct p2p {
     struct outgoing *out;
     struct op *receives;    /* posted, in order */
     uint64_t posted[2];     /* receives and sends so far */
+    uint64_t threshold;     /* of all doors to this rank's memory; 0: none was needed yet */
     _Atomic int background; /* unfinished operations that nobody may be waiting for */
     pthread_t thread;       /* drives those */
     pthread_cond_t needed;  /* there is one */
@@ -53,7 +54,8 @@ void p2p_finish(struct op *op, int status);
 bool p2p_progress(struct p2p *m, bool waits);
 /* Only between op and its peer, which is all that most messages need; of a caller that waits. */
 void p2p_progress_first(struct p2p *m, const struct op *op);
-/* The receive that peer's message is read into ends without it. On return the sender writes into its tensor no more. */
+/* The receive that peer's message is read into ends without it. On return the sender writes into its tensor no more,
+ * unless a write of it has been in the kernel for LONG_ENOUGH_NS, which takes memory that does not answer. */
 void p2p_revoke_receive(struct p2p *m, int peer);
 /* A receive that finds its message among those set aside. */
 bool p2p_match_unexpected(struct p2p *m, struct op *op);

@@ -28,7 +28,7 @@ static void remove_op(struct op **list, struct op *op) {
         }
 }
 
-/* Tells the receiver that symmetric messages from here on do not count. True: it had copied this one already. */
+/* Tells the receiver that messages outside the ring do not count from here on. True: it had copied this one already. */
 static bool take_back(struct outgoing *o, uint64_t ticket) {
     if (atomic_load(&o->channel->copied) >= ticket) return true;
     atomic_store(&o->channel->withdrawn, 1);
@@ -204,16 +204,9 @@ static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
     return status;
 }
 
-static bool is_done(struct op *op) {
-    pthread_mutex_lock(&op->p2p->lock);
-    bool done = op->state == OP_DONE;
-    pthread_mutex_unlock(&op->p2p->lock);
-    return done;
-}
-
 int p2p_wait(struct op *op, int64_t timeout, bool withdraw_it) {
     struct visit visit;
-    if (!visit_begin(&visit, op->p2p->group)) return is_done(op) ? op->status : STATUS_LEFT;
+    if (!visit_begin(&visit, op->p2p->group)) return give_up(op, STATUS_LEFT, timeout >= 0);
     int status = wait_for(op, timeout, withdraw_it);
     visit_end(&visit);
     return status;
@@ -407,6 +400,7 @@ static void p2p_free(struct p2p *m) {
             p2p_free_unexpected(p);
         }
     }
+    cma_drop_threshold(m->threshold);
     pthread_cond_destroy(&m->needed);
     pthread_mutex_destroy(&m->lock);
     free(m->in);

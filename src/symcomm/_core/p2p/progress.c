@@ -275,17 +275,20 @@ static enum coop_state copy(struct p2p *m, int peer) {
     if (t.mine == NULL) return COOP_WHOLE;
     if (!i->coop && may_cooperate(m->group, i, peer)) {
         i->coop = true;
-        coop_open(&t, t.attached ? (int64_t)(intptr_t)t.mine : direct_offset(m->group, t.mine, t.nbytes));
+        if (t.attached && m->threshold == 0) m->threshold = cma_make_threshold();
+        coop_open(&t, t.attached ? (int64_t)(intptr_t)t.mine : direct_offset(m->group, t.mine, t.nbytes), m->threshold);
         if (t.nbytes >= WAKING_BYTES) ring_p2p_doorbell(m->group, peer);
     }
     if (!i->coop) return copy_alone(&t);
     enum coop_state state = coop_pull(&t, is_dead(m, peer));
-    if (state == COOP_WHOLE) i->coop = false;
+    if (state != COOP_WHOLE) return state;
+    i->coop = false;
+    if (t.attached) cma_shut_door(&t.copy->door);
     return state;
 }
 
-/* Waits until the sender does not write any more, or stands still; false: it might write yet. Whoever stands still has
- * copied its piece, or comes to a door that is shut. */
+/* Waits until the sender has said that it does not write any more, or (false) stands still, or is dead, or has not said
+ * so for long. Whoever stands still has copied its piece, or comes to a door that is shut. */
 static bool await_writer(struct p2p *m, const struct coop_message *t) {
     struct group *g = m->group;
     if (t->attached) cma_shut_door(&t->copy->door);
