@@ -77,6 +77,34 @@ def test_what_a_receiver_may_not_read_goes_through_shared_memory(rank):
     assert all("" in ways for _, ways in told), told
 
 
+def _held_receiver(g: ProcessGroup, gate: CallGate, words: Words) -> tuple[bool, int]:
+    """Rank 1 is held where it reads its first piece, until it has found the last one and the second in its tensor."""
+    x, y = ordinary(COUNT), ordinary(COUNT)
+    for _ in range(2):  # the next one is attached
+        attempt((lambda: g.send(x, 1)) if g.rank == 0 else (lambda: g.recv(y, 0)))
+    x.copy_(of_rank(0, COUNT))
+    y.fill_(0.5)
+    g.barrier()
+    if g.rank == 0:
+        return g.send(x, 1) is None, 0
+
+    def look() -> None:
+        words[WROTE] = until(lambda: bool(y[-1] != 0.5 and y[1 << 16] != 0.5), 5)
+        gate.open()
+
+    threading.Thread(target=look, daemon=True).start()
+    gate.close("process_vm_readv")
+    g.recv(y, 0)
+    return bool(words[WROTE]), int((y != of_rank(0, COUNT)).sum())
+
+
+def test_a_sender_that_waits_copies_all_that_its_receiver_leaves():
+    words = Words()
+    gate = CallGate(words, HIT)
+    assert returned(run_group(_held_receiver, 2, gate, words)) == [(True, 0)] * 2
+    gate.discard()
+
+
 def _in_any_order(g: ProcessGroup) -> tuple[int, set[str]]:
     """Messages are received in another order than they were sent, so that some are set aside."""
     count, wrong = 1 << 18, 0

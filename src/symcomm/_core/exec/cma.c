@@ -93,8 +93,7 @@ uint64_t cma_make_threshold(void) {
     for (int i = 0; i < TRIES; i++) {
         if (getrandom(&random, sizeof random, GRND_NONBLOCK) != sizeof random) return 0;
         void *wanted = (void *)(uintptr_t)((random & USER_PAGES) * page); /* NOLINT: an address */
-        int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
-        void *at = mmap(wanted, page, PROT_READ | PROT_WRITE, flags, -1, 0);
+        void *at = mmap(wanted, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (at == MAP_FAILED) continue;
         if (at == wanted && madvise(at, page, MADV_DONTFORK) == 0) return (uint64_t)(uintptr_t)at;
         munmap(at, page);
