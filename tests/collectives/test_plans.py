@@ -185,6 +185,14 @@ def test_each_byte_crosses_between_nodes_once(name: str, part: str):
         assert crossed(flat, limits.nodes, part) == pytest.approx(saved * crossed(made, limits.nodes, part), rel=0.01)
 
 
+@pytest.mark.parametrize("root", [0, 1])
+def test_two_ranks_copy_half_of_a_symmetric_broadcast_each(root: int):
+    plans = [collectives.broadcast(rank, 2, 100_001, DType.FLOAT32, root) for rank in range(2)]
+    copied = [sum(step.nbytes for step in plan.direct or [] if isinstance(step, Copy)) for plan in plans]
+    assert sum(copied) == 400_004 and abs(copied[0] - copied[1]) <= 128
+    assert plans[0].needs == plans[1].needs == [Need.INPUT if rank == root else Need.OUTPUT for rank in range(2)]
+
+
 def test_what_is_combined_by_node_and_what_is_not():
     """Where a result so far cannot be stored, or ranks of a node do not follow each other, plans are as on one node."""
 

@@ -36,8 +36,8 @@ def halted_in_kernel(g: ProcessGroup, who: str, gate: CallGate, words: Words) ->
             words[HIT] = pager.await_hit()
             gate.open()
             words.reach(RAISED, 1, 3.0)
-            pager.give()
             words[WROTE] = 1
+            pager.give()
 
         threading.Thread(target=serve, daemon=True).start()
         if who == "receiver gives up":

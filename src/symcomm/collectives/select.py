@@ -28,6 +28,7 @@ from symcomm.collectives.broadcast import (
     broadcast_by_node,
     direct_broadcast,
     direct_broadcast_by_node,
+    direct_broadcast_of_two,
     streamed_broadcast,
 )
 from symcomm.collectives.by_node import by_node, direct_by_node
@@ -278,7 +279,7 @@ def broadcast(rank: int, world: int, count: int, dtype: int, root: int, limits: 
         return plan
     streamed_broadcast(plan, nbytes, limits)
     plan.why = _turns(nbytes, limits)
-    _offer_direct(plan, nbytes, limits, direct_broadcast, nbytes)
+    _offer_direct(plan, nbytes, limits, direct_broadcast_of_two if world == 2 else direct_broadcast, nbytes)
     return plan
 
 

@@ -31,6 +31,15 @@ int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *
 
 int thread_id(void) { return (int)syscall(SYS_gettid); }
 
+/* Whether /proc calls this process by a number in each of several namespaces, of which its own is the last. */
+static bool proc_is_further_out(void) {
+    char text[8192];
+    const char *numbers = read_text("/proc/self/status", text, sizeof text) ? strstr(text, "\nNSpid:\t") : NULL;
+    if (numbers == NULL) return false; /* an old kernel */
+    numbers += strlen("\nNSpid:\t");
+    return numbers[strcspn(numbers, "\t\n")] == '\t';
+}
+
 uint64_t thread_namespace(void) {
     static _Atomic uint64_t known;
     static _Atomic int of_pid;
@@ -38,7 +47,7 @@ uint64_t thread_namespace(void) {
     if (atomic_load(&of_pid) == pid) return atomic_load(&known);
     struct stat facts = {0};
     char link[16] = {0};
-    bool ours = readlink("/proc/self", link, sizeof link - 1) > 0 && atoi(link) == pid &&
+    bool ours = readlink("/proc/self", link, sizeof link - 1) > 0 && atoi(link) == pid && !proc_is_further_out() &&
                 stat("/proc/self/ns/pid", &facts) == 0;
     atomic_store(&known, ours ? facts.st_ino : 0);
     atomic_store(&of_pid, pid);
