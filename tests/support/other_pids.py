@@ -75,6 +75,21 @@ def _other(words: Words) -> None:
     words[OVERWRITTEN] = int((tensor != OTHERS).sum())
 
 
+def fork_as(number: int, words: Words) -> bool:
+    """False: the number went to somebody else, or was not free yet."""
+    next_pid(number)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if os.getpid() == number:
+                _other(words)
+        finally:
+            os._exit(0)
+    if pid != number:
+        os.waitpid(pid, 0)
+    return pid == number
+
+
 def replace_a_rank(how: str) -> None:
     words = Words()
     gate = CallGate(words, HIT)
@@ -85,18 +100,11 @@ def replace_a_rank(how: str) -> None:
         doomed = pids[0 if how == "read" else 1]
         os.kill(doomed, signal.SIGKILL)
         assert until(lambda: state_of(doomed) in "ZX" and not os.path.exists(f"/proc/{words[NUMBER]}"))
-        next_pid(words[NUMBER])
-        pid = os.fork()
-        if pid == 0:
-            try:
-                _other(words)
-            finally:
-                os._exit(0)
-        assert pid == words[NUMBER] and words.reach(READY, 1)
+        assert until(lambda: fork_as(words[NUMBER], words), 15) and words.reach(READY, 1)
         gate.open()
         time.sleep(0.5)
         words[DONE] = 1
-        os.waitpid(pid, 0)
+        os.waitpid(words[NUMBER], 0)
 
     outcomes = run_group(_message, 2, how, gate, words, timeout=8, during=during)
     raised, got = outcomes[1 if how == "read" else 0].value
