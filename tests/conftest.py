@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,16 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays. Collectors need not look at it, here and in forked ranks, which share its memory."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """Neither children nor files of ours, before and after the test."""
+    from tests.support.faults import leftovers
+
+    before = leftovers()
+    yield
+    assert leftovers() == before == []
 
 
 @pytest.fixture

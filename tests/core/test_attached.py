@@ -29,7 +29,7 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.observe.recorder import records
 from symcomm.types import DType, RedOpType
 from tests.support.call_gate import refuse
-from tests.support.faults import attempt, join_group, leftovers, run_group
+from tests.support.faults import attempt, join_group, run_group
 from tests.support.halted_calls import PATTERN
 from tests.support.page_gate import PAGE, Words, ordinary, stop
 from tests.support.pager import Pager, needs_pager
@@ -44,11 +44,7 @@ lent = partial(join_group, limits=LENT)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = leftovers()
-    yield
-    assert leftovers() == before == []
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def pieces(root: int, shift: float = 0.0) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from symcomm import errors
 from symcomm.group.process_group import ProcessGroup
 from symcomm.observe.recorder import records
 from tests.support.call_gate import CallGate, refuse
-from tests.support.faults import attempt, join_group, leftovers, run_group
+from tests.support.faults import attempt, join_group, run_group
 from tests.support.halted_calls import PATTERN, of_rank
 from tests.support.halted_messages import BACK, COUNT, HIT, NOBODY, RAISED, WROTE, halted_in_kernel
 from tests.support.large_messages import each_way, receive
@@ -34,18 +34,12 @@ from tests.support.pager import Pager, needs_pager
 from tests.support.ranks import Outcome, returned, until
 
 pytestmark = [
+    pytest.mark.usefixtures("nothing_is_left"),
     pytest.mark.unused_process,  # ranks that other tests have left in it count as sharing the cores
     pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere such messages go through shared memory"),
 ]
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = leftovers()
-    yield
-    assert leftovers() == before == []
 
 
 def plans(g: ProcessGroup) -> set[str]:
@@ -104,7 +98,9 @@ def _join_pinned(rank: int, world: int, folder: str, timeout: float) -> ProcessG
     return join_group(rank, world, folder, timeout)
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="needs two cores; `make test` where there are more runs it"
+)
 def test_a_sender_that_waits_copies_all_that_its_receiver_leaves():
     words = Words()
     gate = CallGate(words, HIT)
@@ -199,7 +195,7 @@ def halt_at_write(how: str) -> list[Outcome]:
 
     outcomes = run_group(_halt_at_write, 2, how, gate, words, timeout=8, during=during)
     gate.discard()
-    assert seconds[0] < 5, "it was waited for, though it stood still"
+    assert seconds[0] < 5, "it was waited for, though it was stopped"
     return outcomes
 
 
@@ -237,7 +233,7 @@ def _halt_in_row(g: ProcessGroup, gate: CallGate, words: Words) -> Any:
     return [sorted(raised), wrong, sum(int((y != PATTERN).sum()) for y in row)]
 
 
-def test_the_next_messages_of_a_sender_that_stands_still_open_no_door():
+def test_the_next_messages_of_a_stopped_sender_grant_no_writes():
     words = Words()
     gate = CallGate(words, HIT)
 
@@ -272,7 +268,7 @@ def halt_in_kernel(who: str) -> list[tuple[str, int]]:
 
 
 def test_a_receive_that_gives_up_waits_for_a_write_that_has_begun():
-    """Rank 0 is in the kernel, which waits for a page of rank 1's tensor, so shutting the door is too late."""
+    """Rank 0 is in the kernel, which waits for a page of rank 1's tensor, so revoking is too late."""
     assert halt_in_kernel("receiver gives up") == [("", 0), ("DeadlineError", 0)]
 
 
@@ -335,13 +331,13 @@ def test_a_receive_that_returned_is_right_when_the_sender_is_killed(turn):
     assert (sender.kind, receiver.value) == ("died", ("RankFailedError", 0))
 
 
-# --- numbers that mean another process ------------------------------------------------------------------------------
+# --- pids of other processes ---------------------------------------------------------------------------------------
 
 
 def in_namespace(*arguments: str) -> list[str]:
     """What other_pids.py prints."""
     if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode != 0:
-        pytest.skip("needs namespaces of process numbers; `make test` as root runs it")
+        pytest.skip("needs pid namespaces; `make test` as root runs it")
     *options, what = arguments
     program = [sys.executable, "-m", "tests.support.other_pids", what]
     done = subprocess.run(
@@ -352,13 +348,13 @@ def in_namespace(*arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["read", "write"])
-def test_a_process_that_has_a_dead_ranks_number_is_neither_read_nor_written(how):
+def test_a_process_with_a_dead_ranks_pid_is_neither_read_nor_written(how):
     raised, got, overwritten = in_namespace("--mount-proc", how)
     assert (raised, overwritten) == ("RankFailedError", "0")
     assert how == "read" or got == "0"
 
 
-def test_a_number_of_another_namespace_is_not_believed():
+def test_a_pid_of_another_namespace_is_not_believed():
     needs_pager()
     stranger = subprocess.Popen(["sleep", "60"])
     try:

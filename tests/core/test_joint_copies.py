@@ -14,23 +14,19 @@ import pytest
 import torch
 
 from symcomm.group.process_group import ProcessGroup
-from tests.support.faults import attempt, leftovers, run_group
+from tests.support.faults import attempt, run_group
 from tests.support.halted_calls import PATTERN, of_rank
 from tests.support.large_messages import each_way, receive
 from tests.support.page_gate import PAGE, Gate, Words, stop, symmetric
 from tests.support.ranks import returned
 
-pytestmark = pytest.mark.unused_process  # ranks that other tests have left in it count as sharing the cores
+pytestmark = [
+    pytest.mark.usefixtures("nothing_is_left"),
+    pytest.mark.unused_process,  # ranks that other tests have left in it count as sharing the cores
+]
 
 HIT, RAISED, WROTE = 0, 1, 2  # words: rank 0 is stopped; rank 1 has its tensor back; rank 0 has ended its call
 COUNT = (1 << 20) + 3  # elements, of several pieces
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = leftovers()
-    yield
-    assert leftovers() == before == []
 
 
 def _halt_in_write(g: ProcessGroup, how: str, gate: Gate, words: Words) -> Any:

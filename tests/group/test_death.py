@@ -14,16 +14,12 @@ import pytest
 from symcomm import errors
 from symcomm.group.failure import dumps_core
 from symcomm.group.process_group import ProcessGroup
-from tests.support.faults import delays, leftovers, mark_fault, run_group
+from tests.support.faults import delays, mark_fault, run_group
 
 DUMPED = 384 << 20  # bytes, which take the kernel a fifth of a second at the very least
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = leftovers()
-    yield
-    assert leftovers() == before == []
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 # --- a core dump -----------------------------------------------------------------------------------------------------

@@ -21,18 +21,14 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.group.failure import Status
 from symcomm.group.process_group import ProcessGroup
-from tests.support.faults import delays, leftovers, mark_fault, run_group
+from tests.support.faults import delays, mark_fault, run_group
 from tests.support.page_gate import Words
 from tests.support.ranks import Outcome
 
 PROMPT = 5.0  # seconds, far below every deadline here: 100 ms are promised, and a test machine may be busy
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = leftovers()
-    yield
-    assert leftovers() == before == []
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def expect(outcomes: list[Outcome], kind: type[BaseException], but: tuple[int, ...] = ()) -> list[str]:

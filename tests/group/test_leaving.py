@@ -21,7 +21,7 @@ import torch
 from symcomm._core import native
 from symcomm.group import local
 from symcomm.group.process_group import ProcessGroup
-from tests.support.faults import attempt, leftovers, run_group
+from tests.support.faults import attempt, run_group
 from tests.support.halted_calls import PATTERN
 from tests.support.page_gate import Words, ordinary, symmetric
 from tests.support.ranks import returned, until
@@ -30,11 +30,7 @@ N = 16_384  # elements: a message of so many is read where it lies, if that is s
 PROMPT = 5.0  # seconds, far below the deadlines here
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = leftovers()
-    yield
-    assert leftovers() == before == []
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def extent(team: ProcessGroup) -> tuple[int, int]:

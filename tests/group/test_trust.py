@@ -17,7 +17,7 @@ import torch
 
 from symcomm._core import native
 from symcomm.group.process_group import ProcessGroup
-from tests.support.faults import attempt, leftovers, run_group
+from tests.support.faults import attempt, run_group
 from tests.support.halted_calls import APART, CASES, HALTED, MUTUAL, PATTERN, of_rank, total
 from tests.support.page_gate import Gate, Words, ordinary, state_of, stop, symmetric
 from tests.support.ranks import returned, until
@@ -32,11 +32,7 @@ PLANS = {  # which ranks' tensors are symmetric
 }
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = leftovers()
-    yield
-    assert leftovers() == before == []
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def await_first(team: ProcessGroup) -> None:

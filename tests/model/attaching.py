@@ -1,8 +1,8 @@
 """Messages of ordinary tensors, which both ranks copy by system call (`_core/exec/cma.c`), on weak memory.
 
-Nobody can take the receiver's memory away from a sender that is stopped. Instead the kernel looks at a door when the
-sender's call begins: one that goes on later finds it shut, and one whose call has begun is waited for. ``kernel`` is 1
-while that call lasts; that a thread stands still tells that it does not, as the kernel's own locks would.
+Nobody can take the receiver's memory away from a sender that is stopped. Instead the kernel looks for the receiver's
+grant when the sender's call begins: one that goes on later finds it revoked; one whose call has begun is waited for.
+``kernel`` is 1 while that call lasts. A thread that is seen stopped is in no call; the kernel's own locks order that.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from tests.model.weak import Weak
 FAILED = "failed"
 
 MUTANTS = {
-    "leaves the door open": "p2p_revoke_receive(): does not call cma_shut_door()",
-    "shuts the door late": "await_writer(): shuts the door after it has seen the sender stand still",
+    "does not revoke": "p2p_revoke_receive(): does not call cma_revoke_writes()",
+    "revokes late": "await_writer(): revokes after it has seen the sender stopped",
     "does not await a call": "await_writer(): returns although the sender is in the middle of a call",
-    "cooperates again": "may_cooperate(): opens the door again although the sender stood still at it",
+    "cooperates again": "may_cooperate(): grants writes again although the sender was stopped before one",
     "counts what failed": "coop_push(): a piece that could not be written counts as copied",
 }
 
 
 def write(piece: int, to: int, number: int) -> Steps:
-    """cma_put(): whether the door was open, and the kernel willing."""
+    """cma_put(): whether it was granted, and the kernel willing."""
     yield swap("kernel", 1)
     yield fence()
-    is_open = yield load("door")
-    if is_open:
-        is_open = (yield choose("writes", "refuses")) == "writes"
-    if is_open:
+    granted = yield load("grant")
+    if granted:
+        granted = (yield choose("writes", "refuses")) == "writes"
+    if granted:
         yield store((piece, to), number)
     yield swap("kernel", 0)
-    return is_open
+    return granted
 
 
 def push(number: int, without: str) -> Steps:
@@ -56,7 +56,7 @@ def receive(number: int, without: str, alone: bool) -> Steps:
     """copy(), with or without the sender, and what the caller finds."""
     claimed, pushed = PIECES, (number, FAILED)
     if not alone or without == "cooperates again":
-        yield store("door", 1)
+        yield store("grant", 1)
         claimed = yield from pull(number, without)
         pushed = (yield until("pushed", (number, claimed), (number, FAILED))) if claimed else (number, 0)
     for piece in range(PIECES - claimed, PIECES):
@@ -70,20 +70,20 @@ def receive(number: int, without: str, alone: bool) -> Steps:
 
 def give_up(number: int, without: str) -> Steps:
     """p2p_revoke_receive(). Whether the next message is copied alone."""
-    yield store("door", 1)
+    yield store("grant", 1)
     claimed = yield from pull(number, without)
-    late = without == "shuts the door late"
-    if without != "leaves the door open" and not late:
-        yield store("door", 0)
+    late = without == "revokes late"
+    if without != "does not revoke" and not late:
+        yield store("grant", 0)
         yield fence()
     if not claimed or without == "does not await a call":
         return False
-    if (yield choose("waits", "stands still")) == "waits":
+    if (yield choose("waits", "is stopped")) == "waits":
         yield until("pushed", (number, claimed), (number, FAILED))
         return False
     yield until("kernel", 0)
     if late:
-        yield store("door", 0)
+        yield store("grant", 0)
         yield fence()
     return True
 
@@ -115,7 +115,7 @@ def attached(without: str = "", gives_up: bool = True) -> Model:
         "sender": lambda: sender(without),
     }
     tensors = {(piece, number): None for piece in range(PIECES) for number in (1, 2)}
-    words = {"claims": (0, 0, 0), "to": 2, "pushed": None, "door": 0, "kernel": 0} | tensors
+    words = {"claims": (0, 0, 0), "to": 2, "pushed": None, "grant": 0, "kernel": 0} | tensors
     name = "copied by system call, weak memory" + (", given up" if gives_up else "")
     return Model(
         name + (f", {without}" if without else ""), processes, Weak(words, 2, contended=list(tensors)), stuck=False,

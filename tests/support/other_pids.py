@@ -1,15 +1,15 @@
-"""A large message, in a pid namespace of its own, where a process gets the number that the program wants it to have.
+"""A large message, in a pid namespace of its own, where a process gets the pid that the program wants it to have.
 
     unshare --pid --fork --mount-proc python -m tests.support.other_pids read    # or write
 
-A rank is held where it is about to read, or write, the other's memory. That one is killed, and its number goes to a
+A rank is held where it is about to read, or write, the other's memory. That one is killed, and its pid goes to a
 process which has memory at the same address. Prints whether the rank raised, how many elements of that process it
 has got, and how many it has overwritten.
 
     unshare --pid --fork python -m tests.support.other_pids PID
 
-The sender is in the middle of a write, and in /proc, which is another namespace's, its number is that of a process
-which stands still. Prints what the receiver raised, and how much was written after that.
+The sender is in the middle of a write, and its pid, in a /proc that is another namespace's, is that of a stopped
+process. Prints what the receiver raised, and how much was written after that.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tests.support.halted_messages import COUNT, NOBODY, halted_in_kernel
 from tests.support.page_gate import Words, ordinary, state_of
 from tests.support.ranks import until
 
-HIT, NUMBER, ADDRESS, READY, OVERWRITTEN, DONE = range(6)
+HIT, PID, ADDRESS, READY, OVERWRITTEN, DONE = range(6)
 OURS, OTHERS = 7.0, 9.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
-def next_pid(number: int) -> None:
+def next_pid(pid: int) -> None:
     with open("/proc/sys/kernel/ns_last_pid", "w") as file:
-        file.write(str(number - 1))
+        file.write(str(pid - 1))
 
 
 def _message(g: ProcessGroup, how: str, gate: CallGate, words: Words) -> tuple[str, int]:
@@ -53,7 +53,7 @@ def _message(g: ProcessGroup, how: str, gate: CallGate, words: Words) -> tuple[s
     for _ in range(3):
         exchange()
     if (g.rank == 0) == doomed:
-        words[NUMBER] = int.from_bytes(native.peek(g.peers[g.rank].life, 4), "little") & 0x3FFFFFFF
+        words[PID] = int.from_bytes(native.peek(g.peers[g.rank].life, 4), "little") & 0x3FFFFFFF
         words[ADDRESS] = (x if doomed else y).data_ptr()
     g.barrier()
     if (g.rank == 0) != doomed:
@@ -75,19 +75,19 @@ def _other(words: Words) -> None:
     words[OVERWRITTEN] = int((tensor != OTHERS).sum())
 
 
-def fork_as(number: int, words: Words) -> bool:
-    """False: the number went to somebody else, or was not free yet."""
-    next_pid(number)
+def fork_as(wanted: int, words: Words) -> bool:
+    """False: the pid went to somebody else, or was not free yet."""
+    next_pid(wanted)
     pid = os.fork()
     if pid == 0:
         try:
-            if os.getpid() == number:
+            if os.getpid() == wanted:
                 _other(words)
         finally:
             os._exit(0)
-    if pid != number:
+    if pid != wanted:
         os.waitpid(pid, 0)
-    return pid == number
+    return pid == wanted
 
 
 def replace_a_rank(how: str) -> None:
@@ -99,12 +99,12 @@ def replace_a_rank(how: str) -> None:
         time.sleep(0.3)  # the sender copies what the receiver leaves to it
         doomed = pids[0 if how == "read" else 1]
         os.kill(doomed, signal.SIGKILL)
-        assert until(lambda: state_of(doomed) in "ZX" and not os.path.exists(f"/proc/{words[NUMBER]}"))
-        assert until(lambda: fork_as(words[NUMBER], words), 15) and words.reach(READY, 1)
+        assert until(lambda: state_of(doomed) in "ZX" and not os.path.exists(f"/proc/{words[PID]}"))
+        assert until(lambda: fork_as(words[PID], words), 15) and words.reach(READY, 1)
         gate.open()
         time.sleep(0.5)
         words[DONE] = 1
-        os.waitpid(words[NUMBER], 0)
+        os.waitpid(words[PID], 0)
 
     outcomes = run_group(_message, 2, how, gate, words, timeout=8, during=during)
     raised, got = outcomes[1 if how == "read" else 0].value

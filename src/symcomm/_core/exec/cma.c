@@ -77,7 +77,7 @@ bool cma_get(struct group *g, int rank, char *dst, uint64_t address, uint64_t nb
     for (uint64_t done = 0; done < nbytes;) {
         size_t n = (size_t)(nbytes - done < AT_ONCE ? nbytes - done : AT_ONCE);
         ssize_t got = read_from(owner, dst + done, address + done, n);
-        /* The kernel marks a life before it gives its number to another. */
+        /* The kernel marks a life before its pid can be reused. */
         if (got <= 0 || life_has_ended(g->life[rank]) || owner_of(g, rank) != owner) return false;
         done += (uint64_t)got;
     }
@@ -88,7 +88,7 @@ bool cma_get(struct group *g, int rank, char *dst, uint64_t address, uint64_t nb
 #define USER_PAGES ((uint64_t)0x3ffffffff) /* below 64 TiB, where x86-64 puts next to nothing by itself */
 #define NOWHERE (~(uint64_t)7)             /* not even a process that has mapped address 0 can write there */
 
-uint64_t cma_make_threshold(void) {
+uint64_t cma_make_guard(void) {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), random;
     for (int i = 0; i < TRIES; i++) {
         if (getrandom(&random, sizeof random, GRND_NONBLOCK) != sizeof random) return 0;
@@ -101,24 +101,24 @@ uint64_t cma_make_threshold(void) {
     return 0;
 }
 
-void cma_drop_threshold(uint64_t threshold) {
-    if (threshold) munmap((void *)(uintptr_t)threshold, (size_t)sysconf(_SC_PAGESIZE)); /* NOLINT: an address */
+void cma_drop_guard(uint64_t guard) {
+    if (guard) munmap((void *)(uintptr_t)guard, (size_t)sysconf(_SC_PAGESIZE)); /* NOLINT: an address */
 }
 
-void cma_open_door(struct cma_door *door, uint64_t threshold) {
-    door->word_bytes = sizeof(uint64_t);
-    atomic_store(&door->address, threshold ? threshold : NOWHERE);
+void cma_grant_writes(struct cma_grant *grant, uint64_t guard) {
+    grant->word_bytes = sizeof(uint64_t);
+    atomic_store(&grant->address, guard ? guard : NOWHERE);
 }
 
-void cma_shut_door(struct cma_door *door) { atomic_store(&door->address, NOWHERE); }
+void cma_revoke_writes(struct cma_grant *grant) { atomic_store(&grant->address, NOWHERE); }
 
-/* The kernel takes both places, door and target, in when the call begins, and writes to them in this order. */
-_Static_assert(offsetof(struct cma_door, target) == sizeof(struct iovec), "a door and its target are two iovecs");
+/* The kernel reads both, guard and target, as the call begins, and writes to them in this order. */
+_Static_assert(offsetof(struct cma_grant, target) == sizeof(struct iovec), "a grant is two iovecs");
 
-bool cma_put(struct group *g, int rank, struct cma_door *door, uint64_t address, const char *src, uint64_t nbytes) {
+bool cma_put(struct group *g, int rank, struct cma_grant *grant, uint64_t address, const char *src, uint64_t nbytes) {
     uint64_t word = 0;
     struct iovec local[2] = {{&word, sizeof word}, {(void *)(uintptr_t)src, nbytes}}; /* NOLINT: only read */
-    door->target = (struct iovec){(void *)(uintptr_t)address, nbytes};                /* NOLINT: the peer's */
-    const struct iovec *remote = (const struct iovec *)(const void *)door;
+    grant->target = (struct iovec){(void *)(uintptr_t)address, nbytes};               /* NOLINT: the peer's */
+    const struct iovec *remote = (const struct iovec *)(const void *)grant;
     return process_vm_writev(owner_of(g, rank), local, 2, remote, 2, 0) == (ssize_t)(sizeof word + nbytes);
 }

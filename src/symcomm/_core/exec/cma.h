@@ -20,23 +20,23 @@ bool cma_is_readable(char *const *buffers, int n, int64_t nbytes);
 int cma_read(struct group *g, int rank, char *dst, uint64_t address, int64_t nbytes);
 
 /* For messages, which know in other ways whether their sender has given up. False: not all could be read, or the rank
- * is dead, so that it may be another's. */
+ * is dead, so that its pid may be another process's. */
 bool cma_get(struct group *g, int rank, char *dst, uint64_t address, uint64_t nbytes);
 
-/* A door to a rank's memory that it can shut, in memory that both have mapped. The kernel looks at it when a write
- * begins: before that a writer may be stopped for as long as it likes, after that it is done in a moment. Behind it is
- * a threshold, which is overwritten first: a word at a place that no other process has, also one that was forked, so
- * that nothing is written when the rank is dead and its number another's. */
-struct cma_door {
-    _Atomic uint64_t address; /* of the threshold, or none that can be written. Only the rank itself writes it */
+/* A rank's permission to write into its memory, which it can revoke; in memory that both have mapped. The kernel reads
+ * it as a write begins: before that a writer may be stopped for as long as it likes, after that it is done in a moment.
+ * Each write begins with a guard word of the rank's, at an address that no other process has, not even a forked one: if
+ * the rank is dead and its pid reused, the write fails there and has changed nothing. */
+struct cma_grant {
+    _Atomic uint64_t address; /* of the guard word; revoked: one that nobody can write to. Only the rank sets it */
     uint64_t word_bytes;
     struct iovec target; /* only the writer writes it */
 };
 
-/* Its address; 0: there could be none. */
-uint64_t cma_make_threshold(void);
-void cma_drop_threshold(uint64_t threshold);
-void cma_open_door(struct cma_door *door, uint64_t threshold);
-void cma_shut_door(struct cma_door *door);
-/* False: the door was shut, or not all could be written. */
-bool cma_put(struct group *g, int rank, struct cma_door *door, uint64_t address, const char *src, uint64_t nbytes);
+/* The address of a guard word; 0: there could be none. */
+uint64_t cma_make_guard(void);
+void cma_drop_guard(uint64_t guard);
+void cma_grant_writes(struct cma_grant *grant, uint64_t guard);
+void cma_revoke_writes(struct cma_grant *grant);
+/* False: it was revoked, or not all could be written. */
+bool cma_put(struct group *g, int rank, struct cma_grant *grant, uint64_t address, const char *src, uint64_t nbytes);

@@ -15,9 +15,8 @@ int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *
 
 /* The kernel's number of this thread. */
 int thread_id(void);
-/* Where such numbers mean what they do here: the inode of the pid namespace; 0 when /proc is not there, or another's.
- */
+/* The inode of this process's pid namespace; 0 when /proc is not there, or belongs to another one. */
 uint64_t thread_namespace(void);
 /* Whether a thread, of any process, is stopped or gone, and so in no system call. One that is frozen with its control
  * group is not known to be. */
-bool thread_stands_still(int id);
+bool thread_is_stopped(int id);

@@ -46,9 +46,9 @@ static bool has_failed(const struct coop_message *t) {
 
 /* --- the receiver ----------------------------------------------------------------------------------------------- */
 
-void coop_open(const struct coop_message *t, int64_t to, uint64_t threshold) {
+void coop_open(const struct coop_message *t, int64_t to, uint64_t guard) {
     struct coop_copy *j = t->copy;
-    if (t->attached) cma_open_door(&j->door, threshold);
+    if (t->attached) cma_grant_writes(&j->grant, guard);
     atomic_store_explicit(&j->to, to, memory_order_relaxed);
     atomic_store_explicit(&j->claims, t->number << NUMBER_SHIFT, memory_order_release);
 }
@@ -80,7 +80,7 @@ bool coop_is_written(const struct coop_message *t) {
 
 static bool push_piece(const struct coop_message *t, int64_t to, uint64_t piece) {
     uint64_t size = piece_bytes(t), at = piece * size, n = t->nbytes - at < size ? t->nbytes - at : size;
-    if (t->attached) return cma_put(t->g, t->peer, &t->copy->door, (uint64_t)to + at, t->mine + at, n);
+    if (t->attached) return cma_put(t->g, t->peer, &t->copy->grant, (uint64_t)to + at, t->mine + at, n);
     nt_copy(t->theirs + to + at, t->mine + at, n, nt_pays(2 * t->nbytes));
     return true;
 }

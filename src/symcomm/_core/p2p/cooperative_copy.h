@@ -18,7 +18,7 @@
 struct coop_copy {
     _Alignas(64) _Atomic uint64_t claims; /* the message's number, and the pieces claimed by each */
     _Atomic int64_t to;                   /* where the receiver's tensor is in its arena, or (attached) in its memory */
-    struct cma_door door;                 /* attached: to that memory */
+    struct cma_grant grant;               /* attached: to write there */
     _Alignas(64) _Atomic uint64_t pushed; /* by the sender: the message's number, and how many pieces it has copied */
     _Atomic int pusher;                   /* its thread that does so */
 };
@@ -42,8 +42,8 @@ bool coop_fits(uint64_t nbytes);
 
 /* All of these with the caller's lock of struct p2p held. */
 
-/* The receiver's tensor, at `to`, may be written to; if it is attached, through this threshold. */
-void coop_open(const struct coop_message *t, int64_t to, uint64_t threshold);
+/* The receiver's tensor, at `to`, may be written to; if it is attached, with this guard word. */
+void coop_open(const struct coop_message *t, int64_t to, uint64_t guard);
 /* Copies the receiver's share. Whether all of the message has come, the sender is copying the rest, or its memory could
  * not be read, so that the message is lost. */
 enum coop_state coop_pull(const struct coop_message *t, bool sender_is_dead);

@@ -38,7 +38,7 @@ struct p2p {
     struct outgoing *out;
     struct op *receives;    /* posted, in order */
     uint64_t posted[2];     /* receives and sends so far */
-    uint64_t threshold;     /* of all doors to this rank's memory; 0: none was needed yet */
+    uint64_t guard;         /* word, see exec/cma.h; 0: none was needed yet */
     _Atomic int background; /* unfinished operations that nobody may be waiting for */
     pthread_t thread;       /* drives those */
     pthread_cond_t needed;  /* there is one */

@@ -308,7 +308,8 @@ void p2p_forked(struct group *g) {
     pthread_mutex_init(&g->p2p->lock, NULL);
     pthread_cond_init(&g->p2p->needed, NULL);
     g->p2p->closed = true, g->p2p->thread_runs = false;
-    g->p2p = NULL; /* operations that were on their way keep it */
+    g->p2p->guard = 0; /* which is not in the child's memory */
+    g->p2p = NULL;     /* operations that were on their way keep it */
 }
 
 /* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
@@ -400,7 +401,7 @@ static void p2p_free(struct p2p *m) {
             p2p_free_unexpected(p);
         }
     }
-    cma_drop_threshold(m->threshold);
+    cma_drop_guard(m->guard);
     pthread_cond_destroy(&m->needed);
     pthread_mutex_destroy(&m->lock);
     free(m->in);

@@ -275,29 +275,29 @@ static enum coop_state copy(struct p2p *m, int peer) {
     if (t.mine == NULL) return COOP_WHOLE;
     if (!i->coop && may_cooperate(m->group, i, peer)) {
         i->coop = true;
-        if (t.attached && m->threshold == 0) m->threshold = cma_make_threshold();
-        coop_open(&t, t.attached ? (int64_t)(intptr_t)t.mine : direct_offset(m->group, t.mine, t.nbytes), m->threshold);
+        if (t.attached && m->guard == 0) m->guard = cma_make_guard();
+        coop_open(&t, t.attached ? (int64_t)(intptr_t)t.mine : direct_offset(m->group, t.mine, t.nbytes), m->guard);
         if (t.nbytes >= WAKING_BYTES) ring_p2p_doorbell(m->group, peer);
     }
     if (!i->coop) return copy_alone(&t);
     enum coop_state state = coop_pull(&t, is_dead(m, peer));
     if (state != COOP_WHOLE) return state;
     i->coop = false;
-    if (t.attached) cma_shut_door(&t.copy->door);
+    if (t.attached) cma_revoke_writes(&t.copy->grant);
     return state;
 }
 
-/* Waits until the sender has said that it does not write any more, or (false) stands still, or is dead, or has not said
- * so for long. Whoever stands still has copied its piece, or comes to a door that is shut. */
+/* Waits until the sender has said that it does not write any more. False: it is stopped or dead, or has not said so for
+ * long. A stopped one has copied its piece, or will find that it may not. */
 static bool await_writer(struct p2p *m, const struct coop_message *t) {
     struct group *g = m->group;
-    if (t->attached) cma_shut_door(&t->copy->door);
+    if (t->attached) cma_revoke_writes(&t->copy->grant);
     else if (is_dead(m, t->peer)) return true;
     if (!coop_is_written(t)) return true;
     if (symcomm_before_waiting) symcomm_before_waiting();
     int64_t end = symcomm_now_ns() + (g->own_process && !t->attached ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
     while (coop_is_written(t) && symcomm_now_ns() < end) {
-        if (t->attached ? thread_stands_still(atomic_load(&t->copy->pusher)) : is_dead(m, t->peer)) break;
+        if (t->attached ? thread_is_stopped(atomic_load(&t->copy->pusher)) : is_dead(m, t->peer)) break;
         usleep(100);
     }
     return !coop_is_written(t) || (!t->attached && is_dead(m, t->peer));
