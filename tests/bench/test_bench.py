@@ -287,6 +287,21 @@ def test_what_an_mpi_starts_is_a_file_that_stands_alone():
     subprocess.run(told, check=True, timeout=60)
 
 
+def test_an_mpis_arrays_are_in_pages_like_those_of_torchs_tensors():
+    """NumPy would ask for huge pages, in which MPI's copies take a tenth less time."""
+    code = """
+import numpy, torch
+def huge():
+    return [int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")]
+before = huge(); array = numpy.ones(1 << 24, numpy.float32)
+between = huge(); tensor = torch.ones(1 << 24)
+print(between == before, huge() == between)
+"""
+    env = bench_peers.start_of("openmpi", 2, "address", "store", False, "symcomm.bench.worker").env
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout in ("True True\n", "False False\n"), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("mpi", sorted(bench_peers.MPIS))
 def test_against_mpi(tmp_path: Path, mpi: str):
     if not (bench_peers.peers_dir() / mpi / "bin" / bench_peers.MPIS[mpi]).exists():
