@@ -61,7 +61,7 @@ def test_a_gpu_call_and_a_cpu_call_are_a_mismatch(tmp_path: Path):
         assert "rank 1 called all_reduce(float32 x 4, SUM) at" in said
 
 
-def die_in_the_stream(rank: int, world: int, store: str) -> tuple[float, str, str, str]:
+def die_in_the_stream(rank: int, world: int, store: str) -> tuple[float, str, str, str, str]:
     """Rank 1's GPU work never comes: it is busy, and then killed."""
     gpu = join(rank, world, store)
     tensor = torch.ones(1000, device="cuda")
@@ -76,13 +76,12 @@ def die_in_the_stream(rank: int, world: int, store: str) -> tuple[float, str, st
     while gpu.failures.gone() == []:
         time.sleep(0.001)
     died = time.monotonic()
-    for ask in (gpu.synchronize, work.wait, lambda: gpu.all_reduce(tensor)):
+    for ask in (gpu.synchronize, work.wait, lambda: gpu.all_reduce(tensor), torch.cuda.synchronize):
         try:
             ask()
             said.append("nothing")
         except RuntimeError as error:
             said.append(f"{type(error).__name__}: {error}")
-    torch.cuda.synchronize()
     return (time.monotonic() - died, *said)
 
 
@@ -91,13 +90,15 @@ def test_a_rank_that_dies_while_the_gpu_waits_for_it(tmp_path: Path, mps: bool):
     with sharing(mps):
         first, second = run_ranks(die_in_the_stream, 2, str(tmp_path / "store"), outcomes=True)
     assert second.kind == "died" and first.kind == "returned", str(first)
-    seconds, synchronized, waited, later = first.value
+    seconds, synchronized, waited, later, cuda = first.value
     assert seconds < 5
     assert synchronized.startswith("RankFailedError: all_reduce on cuda:0 of group 'world' failed on rank 0")
     # by which signal, it says only if its parent has not collected it yet
     assert re.search(r"rank 1 \(pid \d+\) died( with SIGKILL)? while the GPU waited for it", synchronized), synchronized
     assert waited.startswith("RankFailedError")
     assert later.startswith("GroupUnusableError")
+    # NVIDIA leaves MPS undefined when a client is killed at work: others may lose the GPU, sooner or later.
+    assert cuda == "nothing" or (mps and "illegal memory access" in cuda), cuda
 
 
 def grow_while_others_are_late(rank: int, world: int, store: str) -> list[float]:
