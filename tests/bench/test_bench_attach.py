@@ -45,8 +45,9 @@ def rows(call: str, gains: dict[int, float]) -> list[Row]:
     ],
 )
 def test_from_where_on_it_gains(gains: dict[int, float], least: int):
-    never = rows("scatter", {16: 0.9, 32: 0.9, 64: 0.9})
-    assert attach.thresholds([*rows("all_to_all", gains), *never]) == (least, NO_BYTES)
+    never, always = ({16: gain, 32: gain, 64: gain} for gain in (0.9, 1.1))
+    found = [*rows("all_to_all", gains), *rows("all_gather", never), *rows("scatter", always)]
+    assert attach.thresholds(found) == (least, NO_BYTES, 16 * KIB)
 
 
 def test_it_measures_and_groups_use_the_answer(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
@@ -78,16 +79,17 @@ def test_a_quick_look_is_not_kept(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_too_few_and_too_many_ranks():
-    for ranks, words in (("0", "4 or more"), ("3", "4 or more"), ("129", "128 at most")):
-        result = CliRunner().invoke(bench.app, ["attach", "--ranks", ranks])
+    least = Limits.attach_ranks
+    for ranks, words in ((0, f"{least} or more"), (least - 1, f"{least} or more"), (129, "128 at most")):
+        result = CliRunner().invoke(bench.app, ["attach", "--ranks", str(ranks)])
         assert result.exit_code == 2 and f"{words} for attach" in result.output
 
 
 def test_without_ranks_it_takes_a_rank_for_every_core(monkeypatch: pytest.MonkeyPatch):
-    for cores, ranks in ((2, 4), (8, 8), (64, 16)):
+    for cores, ranks in ((1, Limits.attach_ranks), (8, 8), (64, 16)):
         monkeypatch.setattr(attach.os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         assert attach.usual_ranks() == ranks
-        assert Workload(ranks).where == (calibration.CROWDED if cores == 2 else calibration.ROOMY)
+        assert Workload(ranks).where == (calibration.CROWDED if cores == 1 else calibration.ROOMY)
 
 
 def _copied(group):

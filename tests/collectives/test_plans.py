@@ -441,8 +441,10 @@ def test_plans_can_be_printed(name: str, capsys: pytest.CaptureFixture[str]):
 def decode(data: bytes) -> Plan:
     """The reverse of Plan.encode, from the description of the format alone."""
     ints = list(struct.unpack(f"{len(data) // 8}q", data))
-    world, rank, collective, dtype, redop, root, count, has_direct, *lengths, places, piece, name, attach = ints[:15]
-    needs, rest = ints[15 : 15 + world], ints[15 + world :]
+    world, rank, collective, dtype, redop, root, count, has_direct, *lengths, places, piece, name, attach, large = ints[
+        :16
+    ]
+    needs, rest = ints[16 : 16 + world], ints[16 + world :]
     rows = [rest[12 * k : 12 * k + 12] for k in range(sum(lengths))]
     table = rest[12 * len(rows) :]
     assert len(table) == 6 * places
@@ -473,7 +475,7 @@ def decode(data: bytes) -> Plan:
     head, staged, direct = parts
     return Plan(
         collectives.Collective(collective), rank, world, count, dtype, redop, root, ALGORITHMS[name], "", head, staged,
-        direct if has_direct else None, [Need(n) for n in needs] if has_direct else (), piece, attach,
+        direct if has_direct else None, [Need(n) for n in needs] if has_direct else (), piece, attach, bool(large),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Ranks lend their tensors in scatter and all_to_all: peers read them out of memory by system call (``exec/cma.c``).
+"""Ranks lend tensors in scatter, all_to_all and all_gather: peers read them by system call (``exec/cma.c``).
 
 A page of rank 1's output that the kernel must ask the test for (userfaultfd) stops it in the very middle of its read.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import signal
 import threading
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import symcomm
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives import select
-from symcomm.collectives.limits import NO_BYTES
+from symcomm.collectives.limits import NO_BYTES, X86
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import DEFAULT, Limits
 from symcomm.group.local import LocalGroup
@@ -35,10 +34,11 @@ from tests.support.page_gate import PAGE, Words, ordinary, stop
 from tests.support.pager import Pager, needs_pager
 from tests.support.ranks import Outcome, returned
 
-LENT = Limits(attach_bytes=1 << 14, attach_scatter_bytes=1 << 14, attach_ranks=2)
-CALLS = ("scatter", "all_to_all")
+LENT = Limits(attach_bytes=1 << 14, attach_gather_bytes=1 << 14, attach_scatter_bytes=1 << 14, attach_ranks=2)
+CALLS = ("scatter", "all_to_all", "all_gather")
 COUNT = 1 << 13  # elements of a piece: eight pages
 WORLD = 3
+GATHERED = 1  # the piece that a rank gives to an all_gather
 HIT, GAVE_UP = 0, 1  # words: rank 1 stands in its read; the root has its tensors back
 lent = partial(join_group, limits=LENT)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,13 +59,20 @@ def exchange(
     root: int = 0,
     timeout: float | None = None,
 ) -> None:
-    """Rank k gets the root's k-th tensor in ``out``. In an all_to_all the others send each other tensors, too."""
+    """Rank k gets the root's k-th tensor in ``out``, or all_gather's. What others send, too, must be right."""
     if call == "scatter":
         g.scatter(out, given if g.rank == root else None, root, timeout=timeout)
-    else:
-        outs = [out if rank == root else torch.empty(COUNT) for rank in range(WORLD)]
+        return
+    outs = [out if rank == root else torch.empty(COUNT) for rank in range(WORLD)]
+    if call == "all_to_all":
         g.all_to_all(outs, given, timeout=timeout)
-        assert all(torch.equal(outs[r], pieces(r)[g.rank]) for r in range(WORLD) if r not in (root, g.rank))
+    else:
+        g.all_gather(outs, given[GATHERED], timeout=timeout)
+    assert all(torch.equal(outs[r], wanted(call, r, g.rank)) for r in range(WORLD) if r not in (root, g.rank))
+
+
+def wanted(call: str, root: int, rank: int, shift: float = 0.0) -> torch.Tensor:
+    return pieces(root, shift)[GATHERED if call == "all_gather" else rank]
 
 
 def last_plan(g: ProcessGroup) -> str:
@@ -80,7 +87,7 @@ def _exchanges(g: ProcessGroup, call: str, refused: int) -> tuple[int, str]:
         for root in range(WORLD):
             out = torch.full((COUNT,), 0.5)
             exchange(g, call, out, pieces(root, turn) if g.rank == root else pieces(g.rank), root)
-            wrong += not torch.equal(out, pieces(root, turn)[g.rank])
+            wrong += not torch.equal(out, wanted(call, root, g.rank, turn))
     return wrong, last_plan(g)
 
 
@@ -167,7 +174,7 @@ def _halted(g: ProcessGroup, call: str, words: Words, prepare: Callable[[], torc
         for tensor in given:
             tensor.fill_(PATTERN)
         words[GAVE_UP] = 1
-    return raised, bool(torch.equal(out, pieces(0)[g.rank])) if g.rank else True
+    return raised, bool(torch.equal(out, wanted(call, 0, g.rank))) if g.rank else True
 
 
 def _run_halted(call: str, how: str) -> list[Outcome]:
@@ -224,8 +231,8 @@ def _unmapped(g: ProcessGroup, call: str, where: int) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("where", [0, 1])
+# An all_gather's root reads its own tensor itself.
+@pytest.mark.parametrize(("call", "where"), [*((call, 1) for call in CALLS), ("scatter", 0), ("all_to_all", 0)])
 def test_memory_that_is_not_there_is_an_error_on_all_ranks(call, where):
     told = returned(run_group(_unmapped, WORLD, call, where, join=lent))
     assert [name for name, _ in told[:2]] == ["GroupUnusableError"] * 2 and told[2][0] in ("", "GroupUnusableError")
@@ -278,23 +285,37 @@ def lent_by_all(world: int, matrix: int | tuple[tuple[int, ...], ...], limits: L
     return bytes_lent(lambda rank: select.all_to_all(rank, world, matrix, DType.FLOAT32, False, limits), world)
 
 
-def test_a_scatters_root_lends_large_even_pieces_to_many_ranks():
+def lent_to_all(counts: tuple[int, ...], limits: Limits) -> int:
+    world = len(counts)
+    return bytes_lent(lambda rank: select.all_gather(rank, world, counts, DType.FLOAT32, False, limits), world)
+
+
+def test_a_scatters_root_lends_large_even_pieces():
     even = (1 << 18,) * 4
     assert lent_by_root(even) == lent_by_root(even, Limits().crowded()) == 1 << 20
     assert lent_by_root((1 << 15,) * 4) == 1 << 17
     assert lent_by_root((1 << 15,) * 4, Limits().crowded()) == lent_by_root((1 << 14,) * 4) == 0
-    assert lent_by_root(even[:3]) == 0
+    assert lent_by_root(even[:3]) == (1 << 20 if X86 else 0)
+    assert lent_by_root(even[:2], Limits(attach_ranks=3)) == 0
     assert lent_by_root((*even[:3], 1 << 19)) == 0
 
 
 def test_ranks_of_an_all_to_all_lend_large_even_pieces():
-    limits = Limits(attach_bytes=64 << 10)
-    assert lent_by_all(4, 1 << 14, limits) == 1 << 16
-    assert lent_by_all(4, 1 << 13, limits) == lent_by_all(3, 1 << 14, limits) == 0
+    limits = Limits(attach_bytes=64 << 10, attach_ranks=2)
+    assert lent_by_all(4, 1 << 14, limits) == lent_by_all(2, 1 << 14, limits) == 1 << 16
+    assert lent_by_all(4, 1 << 13, limits) == 0
     assert lent_by_all(4, ((1 << 14,) * 4,) * 3 + ((1 << 15,) * 4,), limits) == 0
     assert lent_by_all(4, 1 << 15, limits.crowded()) == 0
     assert lent_by_all(4, 1 << 16, limits.crowded()) == 1 << 18
-    assert Limits().attach_bytes == (64 << 10 if platform.machine() == "x86_64" else NO_BYTES)
+    assert Limits().attach_bytes == (64 << 10 if X86 else NO_BYTES)
+
+
+def test_ranks_of_an_all_gather_lend_large_even_inputs():
+    limits = Limits(attach_gather_bytes=64 << 10, attach_ranks=2)
+    assert lent_to_all((1 << 14,) * 4, limits) == lent_to_all((1 << 14,) * 2, limits) == 1 << 16
+    assert lent_to_all((1 << 13,) * 4, limits) == lent_to_all((1 << 14, 1 << 15), limits) == 0
+    assert lent_to_all((1 << 20,) * 4, limits.crowded()) == 0
+    assert Limits().attach_gather_bytes == (128 << 10 if X86 else NO_BYTES)
 
 
 @pytest.mark.parametrize(

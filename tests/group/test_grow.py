@@ -53,22 +53,22 @@ def test_members_keep_their_order_and_newcomers_come_after(tmp_path):
     assert [v[0] for v in values] == [0, 1, 3, 2]
 
 
-def sizes_of(group: Any) -> tuple[int, int]:
-    return group.plan_limits.attach_bytes, group.plan_limits.attach_scatter_bytes
+def sizes_of(group: Any) -> tuple[int, int, int]:
+    limits = group.plan_limits
+    return limits.attach_bytes, limits.attach_gather_bytes, limits.attach_scatter_bytes
 
 
 def test_a_grown_group_goes_by_what_its_machine_was_measured_at(tmp_path, monkeypatch):
-    """Which two ranks had no use for."""
+    """Which a single rank had no use for."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for where in (calibration.ROOMY, calibration.CROWDED):
-        calibration.save(where, (77, 88))
+        calibration.save(where, (77, 88, 99))
     forked = ElasticRanks(tmp_path)
-    for rank in range(2):
-        forked.member(lambda group: (sizes_of(group), sizes_of(group.grow(wait=WAIT, size=4))), rank, 2)
-    for _ in range(2):
+    forked.member(lambda group: (sizes_of(group), sizes_of(group.grow(wait=WAIT, size=4))), 0, 1)
+    for _ in range(3):
         forked.newcomer(lambda store: sizes_of(growing.join_through(store, "world", WAIT)))
-    *members, third, fourth = returned(forked.outcomes())
-    assert all(before != after == (77, 88) for before, after in members) and third == fourth == (77, 88)
+    (before, after), *newcomers = returned(forked.outcomes())
+    assert before != after and [after, *newcomers] == [(77, 88, 99)] * 4
 
 
 def test_what_was_told_on_the_way_does_not_stay_in_the_store():

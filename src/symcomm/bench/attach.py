@@ -24,7 +24,7 @@ from symcomm.bench.run import Tick, quiet
 from symcomm.collectives.limits import NO_BYTES, Limits
 from symcomm.group import calibration
 
-CALLS = ("all_to_all", "scatter")
+CALLS = ("all_to_all", "all_gather", "scatter")
 SIZES = tuple(16 << 10 << k for k in range(8))  # of a piece: 16 KiB to 2 MiB
 GAIN = 1.05  # in the mean; less is not worth another way
 LOSS = 0.9  # at the largest size, beyond which nothing is measured
@@ -93,7 +93,7 @@ def measure(group: Any, call: str, piece: int, workload: Workload) -> tuple[floa
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[group.rank]})
     groups = []
     for least in (NO_BYTES, 1):
-        limits = replace(group.plan_limits, attach_bytes=least, attach_scatter_bytes=least)
+        limits = replace(group.plan_limits, attach_bytes=least, attach_gather_bytes=least, attach_scatter_bytes=least)
         groups.append(LocalGroup(group.rank, group.size, group.all_gather_bytes, limits=limits, peers=group.peers))
     calls = [_call_on(own, call, piece) for own in groups]
     groups[1].barrier()  # a peer that is not there yet cannot be read
@@ -108,11 +108,13 @@ def measure(group: Any, call: str, piece: int, workload: Workload) -> tuple[floa
 
 
 def _call_on(group: Any, call: str, piece: int) -> Callable[[], Any]:
-    import numpy as np
+    import torch
 
-    given, got = (np.ones((group.size, piece), np.uint8) for _ in range(2))
+    given, got = (torch.ones(group.size, piece, dtype=torch.uint8) for _ in range(2))
     if call == "all_to_all":
-        return partial(group.all_to_all_single, got.reshape(-1), given.reshape(-1))
+        return partial(group.all_to_all_single, got, given)
+    if call == "all_gather":
+        return partial(group.all_gather_single, got, given[0])
     return partial(group.scatter, got[0], list(given) if group.rank == 0 else None, 0)
 
 
@@ -170,7 +172,7 @@ def run_attach_bench(workload: Workload, seen: Callable[[Row], None] = quiet, ti
 
 
 def thresholds(rows: Sequence[Row]) -> calibration.Sizes:
-    """From which size on attaching gains on the whole, in all_to_all and in scatter; NO_BYTES where it does not."""
+    """From which size on attaching gains on the whole, in each call; NO_BYTES where it does not."""
     least = []
     for call in CALLS:
         largest_first = sorted((row for row in rows if row.call == call), key=lambda row: -row.piece)
@@ -178,7 +180,7 @@ def thresholds(rows: Sequence[Row]) -> calibration.Sizes:
         best = max(range(len(products)), key=products.__getitem__)
         gains = products[best] ** (1 / (best + 1)) >= GAIN and products[0] >= LOSS
         least.append(largest_first[best].piece if gains else NO_BYTES)
-    return least[0], least[1]
+    return least[0], least[1], least[2]
 
 
 def keep(rows: Sequence[Row], workload: Workload) -> Path:
@@ -204,7 +206,7 @@ def note(rows: Sequence[Row], workload: Workload) -> str:
         return f"{call} {when}"
 
     chosen = "; ".join(map(words, CALLS, thresholds(rows)))
-    return f"groups of {FEWEST} ranks or more with {workload.where}: {chosen}"
+    return f"groups with {workload.where}: {chosen}"
 
 
 def picture(rows: Sequence[Row], workload: Workload, best: bool = False) -> list[Panel]:

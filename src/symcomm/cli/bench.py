@@ -25,6 +25,7 @@ from symcomm.cli import bench_options as options
 from symcomm.cli.bench_options import COLLECTIVES, DTYPES, ONE_SIDED, OPS, OTHERS
 from symcomm.cli.command import Command
 from symcomm.cli.progress import progress
+from symcomm.collectives.limits import Limits
 from symcomm.preflight import check_cache_directory, check_output_file, has_torch, need_torch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -501,7 +502,7 @@ def _effort(rounds: int | None, iters: int, warmup: int, check: bool, quick: boo
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
     pairs = ("p2p", "all", "window", "groups", "ddp", "compile", "gpu", "noise", "torch", "llm")
-    lowest = 4 if collective == "attach" else 2 if collective in pairs else 1
+    lowest = Limits.attach_ranks if collective == "attach" else 2 if collective in pairs else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:

@@ -44,7 +44,7 @@ Ranks = Annotated[
         "--ranks",
         "N",
         "Ranks on each side; hosts, sites: of each; kernels: sources. "
-        "[default: 2; sites: 1; attach: cores, 4 to 16; llm: 2, then 4]",
+        "[default: 2; sites: 1; attach: cores, 16 at most; llm: 2, then 4]",
     ),
 ]
 Rounds = Annotated[

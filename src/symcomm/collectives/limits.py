@@ -29,12 +29,16 @@ class Limits:
     root_extra: int = 96 << 10
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
-    # An all_to_all's ranks and a scatter's root lend their pieces from so many bytes and ranks on: peers read them by
-    # system call, see _core/exec/cma.h. Measured on x86-64; a Neoverse N1 core moves 5 GB/s that way, 10 by staging.
-    # `symcomm bench attach` finds a machine's own (group/calibration.py).
+    # The ranks of an all_to_all and of an all_gather, and a scatter's root, lend their pieces from so many bytes and
+    # ranks on: peers read them by system call, see _core/exec/cma.h. Measured on x86-64; a Neoverse N1 core moves
+    # 5 GB/s that way, 10 by staging. `symcomm bench attach` finds a machine's own (group/calibration.py).
     attach_bytes: int = 64 << 10 if X86 else NO_BYTES
+    attach_gather_bytes: int = 128 << 10 if X86 else NO_BYTES
     attach_scatter_bytes: int = 128 << 10
-    attach_ranks: int = 4
+    attach_ranks: int = 2 if X86 else 4
+    # Up to so many ranks an all_to_all attaches for tensors beyond the cache, too, where copies use non-temporal
+    # stores and the kernel does not. Measured on 16 x86-64 cores, 64 MiB: 4 ranks as fast either way, 8 lose 22 %.
+    attach_large_ranks: int = 4
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
     # By node, where each has so many ranks, go all_reduce, all_gather and broadcast, and reduce_scatter, from so many
     # bytes on. All three are simulated (docs/how-to/simulate.md), not yet measured.
@@ -49,12 +53,13 @@ class Limits:
     def crowded(self) -> Limits:
         """For more ranks than cores, where a turn costs several switches between processes: the largest chunks that
         three slots have room for, and one-shot whatever a rank has to read for it. Measured, 4 ranks on 2 cores: 16 MiB
-        all_gather 11 ms to 6, all_reduce 15 to 12; lending gains from pieces of 256 KiB on."""
+        all_gather 11 ms to 6, all_reduce 15 to 12; lending gains from pieces of 256 KiB on, in an all_gather never."""
         return replace(
             self,
             chunk_bytes=max(self.chunk_bytes, self.stage_bytes // SLOTS // LINE * LINE),
             one_shot_extra=ANY_EXTRA,
             root_extra=ANY_EXTRA,
             attach_bytes=max(self.attach_bytes, 256 << 10),
+            attach_gather_bytes=NO_BYTES,
             attach_scatter_bytes=max(self.attach_scatter_bytes, 256 << 10),
         )

@@ -155,6 +155,7 @@ class Plan:
     needs: Sequence[Need] = ()  # per rank; looked at only when there is a direct plan
     piece_bytes: int = 0  # of each tensor, when the input is a list that is one tensor if they lie one after another
     attach_bytes: int = 0  # of each piece that the direct part may read out of a peer's memory, not symmetric; 0: none
+    attach_large: bool = True  # also tensors that do not fit in the cache
 
     def encode(self) -> bytes:
         """The plan as the C core reads it: 64-bit integers, see ``_core/exec/plan.h``."""
@@ -164,7 +165,7 @@ class Plan:
         head = [
             self.world, self.rank, self.collective, self.dtype, self.redop, self.root, self.count,
             1 if self.direct is not None else 0, *map(len, parts), len(coder.places), self.piece_bytes,
-            ALGORITHMS.index(self.name), self.attach_bytes,
+            ALGORITHMS.index(self.name), self.attach_bytes, self.attach_large,
         ]  # fmt: skip
         ints = array("q", [*head, *needs])
         for part in parts:

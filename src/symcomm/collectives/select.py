@@ -136,10 +136,11 @@ def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: Callable[...,
         plan.direct, plan.needs = direct(plan, *args)
 
 
-def _offer_attached(plan: Plan, sizes: Sequence[int], least: int, limits: Limits) -> None:
-    """The direct form also works for ordinary tensors whose pieces are all of one size, read out of peers' memory."""
+def _offer_attached(plan: Plan, sizes: Sequence[int], least: int, limits: Limits, large: bool) -> None:
+    """The direct form also works for ordinary tensors whose pieces are all of one size, read out of peers' memory;
+    ``large``: also of those that do not fit in the cache."""
     if plan.direct is not None and len(set(sizes)) == 1 and sizes[0] >= least and plan.world >= limits.attach_ranks:
-        plan.attach_bytes = sizes[0]
+        plan.attach_bytes, plan.attach_large = sizes[0], large
 
 
 def _are_even(plan: Plan, sizes: Sequence[int]) -> bool:
@@ -264,6 +265,7 @@ def all_gather(
     streamed_all_gather(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes), limits)
     _offer_direct(plan, max(pieces.sizes), limits, direct_all_gather, pieces)
+    _offer_attached(plan, pieces.sizes, limits.attach_gather_bytes, limits, large=False)
     return plan
 
 
@@ -311,7 +313,7 @@ def scatter(
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
     if not listed or _are_even(plan, pieces.sizes):
         _offer_direct(plan, max(pieces.sizes), limits, direct_scatter, pieces)
-    _offer_attached(plan, pieces.sizes, limits.attach_scatter_bytes, limits)
+    _offer_attached(plan, pieces.sizes, limits.attach_scatter_bytes, limits, large=True)
     return plan
 
 
@@ -338,7 +340,8 @@ def all_to_all(
     plan.why = _turns(max(map(max, in_bytes)) * (world - 1), limits)
     if not listed or _are_even(plan, [n for row in in_bytes for n in row]):
         _offer_direct(plan, max(map(sum, in_bytes)), limits, direct_all_to_all, in_bytes, listed)
-    _offer_attached(plan, [n for row in in_bytes for n in row], limits.attach_bytes, limits)
+    sizes = [n for row in in_bytes for n in row]
+    _offer_attached(plan, sizes, limits.attach_bytes, limits, large=world <= limits.attach_large_ranks)
     return plan
 
 

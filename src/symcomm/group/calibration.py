@@ -18,7 +18,7 @@ from typing import Any
 from symcomm.collectives.limits import NO_BYTES, Limits
 from symcomm.preflight import cache_directory
 
-Sizes = tuple[int, int]  # of a piece, in an all_to_all and in a scatter
+Sizes = tuple[int, int, int]  # of a piece, in an all_to_all, an all_gather and a scatter
 Known = Mapping[str, Sizes]
 ROOMY, CROWDED = "as many cores as ranks", "more ranks than cores"
 CPU_FACTS = ("model name", "CPU implementer", "CPU part")
@@ -52,11 +52,11 @@ def _known(everything: Any) -> Known:
     mine: Any = everything.get(machine_name()) if isinstance(everything, dict) else None
     if not isinstance(mine, dict):
         return {}
-    return {where: (mine[where][0], mine[where][1]) for where in (ROOMY, CROWDED) if _are_sizes(mine.get(where))}
+    return {where: tuple(mine[where]) for where in (ROOMY, CROWDED) if _are_sizes(mine.get(where))}
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(n) is int and 0 < n <= NO_BYTES for n in value)
+    return isinstance(value, list) and len(value) == 3 and all(type(n) is int and 0 < n <= NO_BYTES for n in value)
 
 
 def save(where: str, sizes: Sizes) -> Path:
@@ -81,4 +81,7 @@ def tuned(limits: Limits, is_crowded: bool, known: Known) -> Limits:
     """For this many ranks on this many cores, with the machine's own figures where there are some."""
     limits = limits.crowded() if is_crowded else limits
     sizes = known.get(CROWDED if is_crowded else ROOMY)
-    return replace(limits, attach_bytes=sizes[0], attach_scatter_bytes=sizes[1]) if sizes else limits
+    if not sizes:
+        return limits
+    all_to_all, all_gather, scatter = sizes
+    return replace(limits, attach_bytes=all_to_all, attach_gather_bytes=all_gather, attach_scatter_bytes=scatter)

@@ -229,19 +229,28 @@ static int run_body(struct run *x, bool skipped_head) {
     return run_part(x, PLAN_STAGED);
 }
 
+/* The pieces of my input that peers may read. The plan says how far it reaches into a single tensor. */
+static int lent_pieces(struct run *x, char *pieces[MAX_WORLD]) {
+    int64_t piece = x->p->attach_bytes, reached = x->b->n_in > 1 ? x->b->n_in : x->p->in_bytes / piece;
+    int n = (int)(reached < x->g->world ? reached : x->g->world);
+    for (int i = 0; i < n; i++) pieces[i] = x->b->n_in > 1 ? x->b->in[i] : x->b->in[0] + i * piece;
+    return n;
+}
+
 /* Whether my part of an attached run is possible: I can read what I need, and peers what they need of me. */
 static bool attach(struct run *x, int64_t in_offset) {
     struct group *g = x->g;
     const struct plan *p = x->p;
-    if (!p->attach_bytes || !g->own_process) return false;
+    if (!p->attach_bytes || !g->own_process || (x->nontemporal && !p->attach_large)) return false;
     for (int r = 0; r < g->world; r++)
         if ((p->needs[r] & NEED_INPUT) && !cma_can_read(g, r)) return false;
     if (!(p->needs[g->rank] & NEED_INPUT) || in_offset >= 0) return true;
     char *pieces[MAX_WORLD];
-    for (int i = 0; i < g->world; i++) pieces[i] = x->b->n_in > 1 ? x->b->in[i] : x->b->in[0] + i * p->attach_bytes;
-    if (!cma_is_readable(pieces, g->world, p->attach_bytes)) return false;
+    int n = lent_pieces(x, pieces);
+    if (!cma_is_readable(pieces, n, p->attach_bytes)) return false;
     for (int i = 0; i < g->world; i++)
-        atomic_store_explicit(&addresses_of(x, g->rank)[i], (uint64_t)(uintptr_t)pieces[i], memory_order_relaxed);
+        atomic_store_explicit(&addresses_of(x, g->rank)[i], i < n ? (uint64_t)(uintptr_t)pieces[i] : 0,
+                              memory_order_relaxed);
     return true;
 }
 

@@ -8,7 +8,7 @@
 #include "group/control.h"
 #include "reduce/types.h"
 
-#define HEADER_WORDS 15
+#define HEADER_WORDS 16
 #define STEP_WORDS (int64_t)(sizeof(struct plan_step) / sizeof(int64_t))
 #define PLACE_WORDS (int64_t)(sizeof(struct plan_place) / sizeof(int64_t))
 
@@ -128,7 +128,7 @@ static const char *check(struct plan *p, int64_t n_words) {
     p->world = w[0], p->rank = w[1], p->collective = w[2], p->dtype = w[3];
     p->redop = w[4], p->root = w[5], p->count = w[6], p->has_direct = w[7] != 0;
     int64_t n_places = w[11], total = 0;
-    p->piece_bytes = w[12], p->algorithm = w[13], p->attach_bytes = w[14];
+    p->piece_bytes = w[12], p->algorithm = w[13], p->attach_bytes = w[14], p->attach_large = w[15] != 0;
     if (p->world < 1 || p->world > MAX_WORLD || p->rank < 0 || p->rank >= p->world) return "bad world";
     if (p->dtype < 0 || p->dtype >= DT_COUNT || p->redop < 0 || p->redop >= RED_COUNT) return "bad type";
     if (n_places < 0 || n_places > n_words) return "bad place count";

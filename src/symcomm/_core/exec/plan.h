@@ -27,6 +27,7 @@ struct plan {
     int writes_outputs;
     /* Of each piece that the direct part may read by cross-memory attach if inputs are not symmetric; 0: none. */
     int64_t attach_bytes;
+    int attach_large;            /* also where copies use non-temporal stores */
     int64_t n_in, n_out;         /* buffers the caller must pass */
     int64_t in_bytes, out_bytes; /* of the first of each */
     /* Of each input of a list that is one tensor where they lie one after another; 0: never. */

@@ -101,18 +101,20 @@ def ptrace_scope() -> Finding:
         return Finding("ptrace", OK, "processes of one user may look at each other")
     words = {0: "processes of one user may look at each other", 1: "only parents may look into their children",
              2: "only root may look into other processes", 3: "nobody may look into other processes"}  # fmt: skip
-    fix = "" if scope == 0 else "ranks run without it; for py-spy on a stuck rank: sysctl kernel.yama.ptrace_scope=0"
-    return Finding("ptrace", OK, f"{words.get(scope, 'unknown')} (ptrace_scope {scope})", fix)
+    fix = "ranks copy large tensors twice; for one copy, and py-spy on a stuck rank: sysctl kernel.yama.ptrace_scope=0"
+    return Finding("ptrace", OK, f"{words.get(scope, 'unknown')} (ptrace_scope {scope})", fix if scope else "")
 
 
 def attach_sizes() -> list[Finding]:
-    """From which sizes on large groups read each other's ordinary tensors by system call."""
-    return [
-        Finding("attach", OK, f"{where}: {_size(both)} (all_to_all), {_size(scatter)} (scatter), measured here")
-        for where, (both, scatter) in calibration.load().items()
-    ] or [
-        Finding("attach", OK, "usual sizes", "for large all_to_alls and scatters of 4 ranks on: symcomm bench attach")
-    ]
+    """From which sizes on ranks read each other's ordinary tensors by system call."""
+    found = []
+    for where, sizes in calibration.load().items():
+        told = [
+            f"{_size(size)} ({call})" for size, call in zip(sizes, ("all_to_all", "all_gather", "scatter"), strict=True)
+        ]
+        found.append(Finding("attach", OK, f"{where}: {', '.join(told)}, measured here"))
+    fix = "for large all_to_alls, all_gathers and scatters: symcomm bench attach"
+    return found or [Finding("attach", OK, "usual sizes", fix)]
 
 
 def _size(nbytes: int) -> str:
