@@ -151,6 +151,28 @@ def test_outputs_may_lie_on_inputs_that_are_lent():
     assert returned(run_group(_outputs_are_inputs, WORLD, join=lent)) == ["attached"] * WORLD
 
 
+def _gathers_into_inputs(g: ProcessGroup) -> list[str]:
+    """The input lies in the output where its own values go, where a peer's go, and across both; or is in the list."""
+    plans = []
+    g.barrier()
+    for turn in range(20):
+        for start in (g.rank * COUNT, (g.rank + 1) % WORLD * COUNT, COUNT // 2 + 1):
+            out = torch.full((WORLD * COUNT,), 0.5)
+            given = out[start : start + COUNT].copy_(pieces(g.rank, turn)[GATHERED])
+            g.all_gather_single(out, given)
+            assert torch.equal(out, torch.cat([pieces(r, turn)[GATHERED] for r in range(WORLD)])), (turn, start)
+            plans.append(last_plan(g))
+        outs = [torch.empty(COUNT) for _ in range(WORLD)]
+        g.all_gather(outs, outs[(g.rank + turn) % WORLD].copy_(pieces(g.rank, turn)[GATHERED]))
+        assert all(torch.equal(outs[r], pieces(r, turn)[GATHERED]) for r in range(WORLD)), turn
+        plans.append(last_plan(g))
+    return plans
+
+
+def test_an_all_gathers_input_may_lie_in_its_output():
+    assert returned(run_group(_gathers_into_inputs, WORLD, join=lent)) == [["attached"] * 80] * WORLD
+
+
 def test_ranks_that_are_threads_stage():
     def ways(g: ProcessGroup) -> str:
         v = LocalGroup(g.rank, g.size, g.all_gather_bytes, "threads", timeout=20, limits=LENT)
