@@ -86,6 +86,66 @@ def test_moves(mode, count):
     np.testing.assert_array_equal(np.concatenate(results[0]["gather"]), whole)
 
 
+# --- which way calls take ------------------------------------------------------------------------------------------
+
+WIDE = np.arange(96, dtype="f4").reshape(8, 12)
+DTYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "c8", "c16", "?")
+SHORT = {dtype: lambda dtype=dtype: np.ones(7, dtype) for dtype in DTYPES} | {
+    "rows": lambda: WIDE.copy()[2:5],
+    "slice": lambda: np.ones(20)[3:7],
+    "no dimension": lambda: np.array(3.0),
+    "no element": lambda: np.ones((3, 0, 2)),
+    "one column of one": lambda: np.ones((6, 1))[:, 0],
+}
+LONG = {
+    "columns": lambda: WIDE.copy()[:, 2:5],
+    "Fortran's order": lambda: np.asfortranarray(WIDE),
+    "backwards": lambda: np.arange(5.0)[::-1],
+    "other bytes": lambda: np.arange(5).astype(">f4"),
+    "a subclass": lambda: np.arange(5.0).view(np.recarray),
+}
+
+
+def takes(group: Any, kind: str) -> tuple[int, int]:
+    """Short and long calls of five that come again, whose values are right."""
+    made = {**SHORT, **LONG}[kind]
+    before = group.call_stats()["collectives"]
+    for turn in range(6):
+        x, whole = made(), np.empty((group.size, *made().shape), made().dtype)
+        if turn == 1:
+            before = group.call_stats()["collectives"]
+        expected = made().copy()
+        group.broadcast(x, root=1)
+        np.testing.assert_array_equal(x, expected)
+        group.all_gather_single(whole, x)
+        np.testing.assert_array_equal(whole, np.stack([expected] * group.size))
+        reduced = made()
+        group.all_reduce(reduced, "avg" if reduced.dtype.kind == "c" else "max")
+        np.testing.assert_array_equal(reduced, expected)
+    after = group.call_stats()["collectives"]
+    return after["short"] - before["short"], after["long"] - before["long"]
+
+
+@pytest.mark.parametrize("kind", [*SHORT, *LONG])
+def test_arrays_that_are_contiguous_take_the_short_way(kind):
+    assert everywhere(takes, 2, "threads", kind) == [(15, 0) if kind in SHORT else (0, 15)] * 2
+
+
+def messages(group: Any) -> dict[str, int]:
+    x, other = np.full(5, float(group.rank)), 1 - group.rank
+    for turn in range(4):
+        if turn == 1:
+            before = group.call_stats()["messages"]
+        for sends in (group.rank == 0, group.rank == 1):
+            group.send(x, other) if sends else group.recv(x, other)
+            assert x.tolist() == [0.0] * 5
+    return {way: count - before[way] for way, count in group.call_stats()["messages"].items()}
+
+
+def test_so_do_messages():
+    assert everywhere(messages, 2, "threads") == [{"short": 6, "long": 0, "inline": 6, "queued": 0}] * 2
+
+
 def asynchronous(group: Any) -> list[float]:
     arrays = [np.full(n, float(group.rank + 1)) for n in (1, 100, 50_000)]
     works = [group.all_reduce(x, async_op=True) for x in arrays]

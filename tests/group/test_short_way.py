@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -244,12 +243,38 @@ def _counted(g: ProcessGroup) -> None:
     assert ways_of(g, g.barrier) == SHORT
     assert ways_of(g, lambda: g.all_reduce_coalesced([a, b])) == times(SHORT, 2)
     assert ways_of(g, lambda: g.all_reduce(a, timeout=9.0)) == LONG
-    assert ways_of(g, lambda: g.all_reduce(np.ones(3, np.float32))) == LONG
     assert ways_of(g, lambda: g.all_reduce(a, async_op=True).wait()) == QUEUED
     # What each rank gives to each other is compared first, in a call of its own.
     assert ways_of(g, lambda: g.all_to_all(row, [t.clone() for t in row])) == times(LONG, 2)
     uneven = [torch.ones(1 + k) for k in range(WORLD)]
     assert ways_of(g, lambda: g.all_gather(uneven, torch.ones(1 + g.rank))) == LONG
+
+
+NAMED = ("max", "MAX", torch.distributed.ReduceOp.MAX, symcomm.ReduceOp(symcomm.ReduceOp.MAX), symcomm.ReduceOp.MAX)
+
+
+def _named(g: ProcessGroup) -> None:
+    for op in NAMED:
+        a, whole, part = torch.full((2,), 1.0 + g.rank), torch.full((4,), 1.0 + g.rank), torch.empty(2)
+        calls = (
+            lambda op=op, a=a: g.all_reduce(a, op),
+            lambda op=op, a=a: g.reduce(a, 1, op),
+            lambda op=op, part=part, whole=whole: g.reduce_scatter_single(part, whole, op),
+            lambda op=op, part=part, whole=whole: g.reduce_scatter(part, list(whole.chunk(2)), op),
+        )
+        for call in calls:
+            call()
+            assert ways_of(g, call) == SHORT, op
+        assert a.tolist() == part.tolist() == [2.0, 2.0]
+    assert ways_of(g, lambda: g.all_reduce(torch.ones(3), symcomm.make_premul_sum(2.0))) == LONG
+    for op in ("most", 77, None, 3.5):
+        for call in (g.all_reduce, lambda x, op: g.reduce(x, 0, op)):
+            with pytest.raises(errors.SymcommError, match="op must be one of SUM, AVG"):
+                call(torch.ones(3), op)
+
+
+def test_operations_may_be_given_by_name_or_as_torchs():
+    threads(_named)
 
 
 def test_calls_that_python_plans_are_counted_as_such():

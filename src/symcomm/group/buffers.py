@@ -167,6 +167,7 @@ def _with_memory(call: str, name: str, tensor: Any, write: bool) -> Any:
 def _from_numpy(call: str, name: str, array: Any, write: bool) -> Buffer:
     import numpy as np
 
+    native.use_arrays(np.ndarray)  # a subclass may hide anything
     kind = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     dtype = _NUMPY.get(kind.str)
     if dtype is None:
@@ -184,7 +185,7 @@ def _from_numpy(call: str, name: str, array: Any, write: bool) -> Buffer:
 
 
 def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
-    seen = native.view_tensor(tensor)  # the usual case: a dense, contiguous CPU tensor of torch
+    seen = native.view_tensor(tensor)  # the usual case: a dense, contiguous CPU tensor or array
     if seen is not None:
         return Buffer(seen[0], seen[1], _DTYPES[seen[2]], tensor)
     if _is_torch(tensor):

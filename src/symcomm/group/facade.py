@@ -52,6 +52,8 @@ class Collectives:
             status = self._run_cached(_ALL_REDUCE, op, tensor, tensor, self.timeout_ns)
             if status >= 0:
                 return self.raise_failure(status, "all_reduce") if status else None
+            if (plain := request.plain_op(op)) is not op:
+                return self.all_reduce(tensor, plain)
         return self.execute(request.all_reduce(self, tensor, op), async_op, timeout)
 
     def reduce(self, tensor: Any, root: int = 0, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -62,6 +64,8 @@ class Collectives:
             status = self._run_cached(_REDUCE, rooted(root, op), tensor, tensor, self.timeout_ns)
             if status >= 0:
                 return self.raise_failure(status, "reduce") if status else None
+            if (plain := request.plain_op(op)) is not op:
+                return self.reduce(tensor, root, plain)
         return self.execute(request.reduce(self, tensor, root, op), async_op, timeout)
 
     def reduce_scatter_single(
@@ -74,6 +78,8 @@ class Collectives:
             status = self._run_cached(_REDUCE_SCATTER_SINGLE, op, input, output, self.timeout_ns)
             if status >= 0:
                 return self.raise_failure(status, "reduce_scatter_single") if status else None
+            if (plain := request.plain_op(op)) is not op:
+                return self.reduce_scatter_single(output, input, plain)
         return self.execute(request.reduce_scatter_single(self, output, input, op), async_op, timeout)
 
     def reduce_scatter(
@@ -86,6 +92,8 @@ class Collectives:
             status = self._run_cached(_REDUCE_SCATTER, op, inputs, output, self.timeout_ns)
             if status >= 0:
                 return self.raise_failure(status, "reduce_scatter") if status else None
+            if (plain := request.plain_op(op)) is not op:
+                return self.reduce_scatter(output, inputs, plain)
         return self.execute(request.reduce_scatter(self, output, inputs, op), async_op, timeout)
 
     # --- copies -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ A group says how tensors are viewed: as bytes of the host's memory (buffers.py) 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -108,12 +109,23 @@ def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
     try:
         if isinstance(op, str):
             return RedOpType[op.upper()], None
-        redop = RedOpType(int(getattr(op, "op", op)))
+        redop = RedOpType(operator.index(getattr(op, "op", op)))  # int() would take 3.5
         return redop, op.__getstate__()[1] if redop is RedOpType.PREMUL_SUM else None  # .factor is new in torch 2.13
     except (KeyError, ValueError, TypeError) as error:
         names = ", ".join(o.name for o in RedOpType)
         refuse = errors.wrong_type if isinstance(error, TypeError) else errors.bad_argument
         raise refuse(call, "op", op, f"one of {names}") from None
+
+
+def plain_op(op: Any) -> Any:
+    """What the dispatch cache knows an operation by that was given by name, or is torch's; anything else as it is."""
+    if type(op) is RedOpType:
+        return op
+    try:
+        redop, factor = to_redop("", op)
+    except errors.SymcommError:
+        return op
+    return redop if factor is None else op
 
 
 # --- reductions ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-/* Tensors as the DLPack exchange interface shows them: a function that torch gives away for this purpose. */
+/* Tensors as DLPack shows them: torch's by a function that it gives away for this purpose, NumPy's by a method. */
 #include "torch/tensor.h"
 
 #include "reduce/types.h"
@@ -12,6 +12,11 @@ struct dl_tensor {
     uint16_t lanes;
     int64_t *shape, *strides;
     uint64_t byte_offset;
+};
+
+struct dl_managed {
+    struct dl_tensor tensor;
+    void *context, *deleter;
 };
 
 struct dl_exchange {
@@ -39,6 +44,8 @@ enum {
 #define MAX_TYPES 4
 static PyTypeObject *known[MAX_TYPES];
 static int (*exchange_view)(void *object, struct dl_tensor *out);
+static PyTypeObject *array_type; /* NumPy's, once somebody has passed one */
+static PyObject *export_array;   /* its __dlpack__ */
 
 /* DLPack does not say that a tensor stands for the negative or the conjugate of its memory, or for zeros that nobody
  * has written, nor that its storage was given away. torch's C++ object does: the first three in its set of dispatch
@@ -80,7 +87,7 @@ static int64_t contiguous_count(const struct dl_tensor *t) {
     int64_t count = 1;
     bool dense = true;
     for (int32_t d = t->ndim - 1; d >= 0; d--) {
-        if (t->shape[d] != 1 && t->strides[d] != count) dense = false;
+        if (t->strides && t->shape[d] != 1 && t->strides[d] != count) dense = false;
         count *= t->shape[d];
     }
     return dense || count == 0 ? count : -1;
@@ -128,20 +135,36 @@ static inline bool is_known(PyTypeObject *type) {
     return exchange_view && (type == known[0] || type == known[1] || type == known[2] || type == known[3]);
 }
 
-/* Fills `view` and `t`. False: it is not contiguous, of another dtype, or not there. */
-static inline bool look(PyObject *tensor, struct dl_tensor *t, struct tensor_view *view) {
-    if (exchange_view(tensor, t)) {
-        PyErr_Clear();
-        return false;
-    }
+/* False: it is not contiguous, or of another dtype. */
+static inline bool describe(const struct dl_tensor *t, struct tensor_view *view) {
     view->dtype = dtype_of(t);
     view->count = contiguous_count(t);
     view->address = (char *)t->data + t->byte_offset;
     return view->dtype >= 0 && view->count >= 0;
 }
 
+/* The same, and fills `t`. False: also where it is not there. */
+static inline bool look(PyObject *tensor, struct dl_tensor *t, struct tensor_view *view) {
+    if (exchange_view(tensor, t)) {
+        PyErr_Clear();
+        return false;
+    }
+    return describe(t, view);
+}
+
+/* What is read-only, in another byte order or of an odd type is not exported. The array outlives its export. */
+static int view_array(PyObject *array, struct tensor_view *view) {
+    PyObject *capsule = PyObject_CallFunctionObjArgs(export_array, array, NULL);
+    struct dl_managed *m = capsule ? PyCapsule_GetPointer(capsule, "dltensor") : NULL;
+    int known_kind = m && m->tensor.device_type == DL_CPU && describe(&m->tensor, view);
+    Py_XDECREF(capsule);
+    if (m == NULL) PyErr_Clear();
+    return known_kind;
+}
+
 int tensor_view(PyObject *tensor, struct tensor_view *view) {
     struct dl_tensor t;
+    if (Py_TYPE(tensor) == array_type) return view_array(tensor, view);
     if (!is_known(Py_TYPE(tensor)) || (layout.object_at && !has_keys(tensor, layout.plain))) return 0;
     if (!look(tensor, &t, view) || t.device_type != DL_CPU) return 0;
     if (!layout.object_at && (t.code == DL_COMPLEX || !says_false(is_neg, tensor))) return 0;
@@ -193,6 +216,17 @@ static PyObject *use_tensors(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_RETURN_TRUE;
 }
 
+/* use_arrays(ndarray): from now on, objects of exactly this type are viewed, too. Once. */
+static PyObject *use_arrays(PyObject *Py_UNUSED(self), PyObject *type) {
+    PyObject *found = array_type ? NULL : PyObject_GetAttrString(type, "__dlpack__");
+    if (found) {
+        export_array = found;
+        array_type = (PyTypeObject *)Py_NewRef(type); /* which lives as long as the process */
+    }
+    PyErr_Clear(); /* before NumPy 1.22 there was none */
+    return PyBool_FromLong(array_type != NULL);
+}
+
 static PyObject *view_tensor(PyObject *Py_UNUSED(self), PyObject *tensor) {
     struct tensor_view v;
     if (!tensor_view(tensor, &v)) Py_RETURN_NONE;
@@ -218,6 +252,7 @@ static PyObject *use_gpu_keys(PyObject *Py_UNUSED(self), PyObject *keys) {
 
 static PyMethodDef methods[] = {
     METHOD(use_tensors, METH_VARARGS, "(types, exchange_api, layout) -> whether that version is understood"),
+    METHOD(use_arrays, METH_O, "(ndarray) -> whether its objects can be viewed"),
     METHOD(view_tensor, METH_O, "(tensor) -> (address, count, dtype), or None when Python must look"),
     METHOD(view_gpu_tensor, METH_FASTCALL,
            "(tensor, device) -> (address, count, dtype), or None when Python must look"),
