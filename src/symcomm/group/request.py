@@ -117,10 +117,15 @@ def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
         raise refuse(call, "op", op, f"one of {names}") from None
 
 
+_NAMED = {name: op for op in RedOpType if op is not RedOpType.PREMUL_SUM for name in (op.name, op.name.lower())}
+
+
 def plain_op(op: Any) -> Any:
     """What the dispatch cache knows an operation by that was given by name, or is torch's; anything else as it is."""
     if type(op) is RedOpType:
         return op
+    if type(op) is str:
+        return _NAMED.get(op, op)
     try:
         redop, factor = to_redop("", op)
     except errors.SymcommError:
