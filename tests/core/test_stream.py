@@ -85,6 +85,18 @@ def test_what_the_cache_does_not_hold_is_not_read_by_system_call_where_that_take
     assert sorted(lines) == ["attached attached streamed"] * 2 + ["attached streamed streamed"] * 2
 
 
+MEASURED = """
+from symcomm.bench import attach
+attach.SIZES = (1 << 14,)
+rows = attach.run_attach_bench(attach.Workload(2, rounds=1, seconds=0.001))
+print([row.call for row in rows], attach.thresholds(rows)[1] == attach.NO_BYTES)
+"""
+
+
+def test_nor_is_it_measured_by_bench_attach():
+    assert run("-c", MEASURED) == "['all_to_all', 'scatter'] True\n"
+
+
 def test_every_edge_of_a_block():
     assert run("-c", EDGES) == "[0, 0]\n"
 

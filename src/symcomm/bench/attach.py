@@ -85,8 +85,9 @@ class Row:
 # --- on ranks ------------------------------------------------------------------------------------------------------
 
 
-def measure(group: Any, call: str, piece: int, workload: Workload) -> tuple[float, float]:
-    """Seconds of a call that copies and of one that attaches."""
+def measure(group: Any, call: str, piece: int, workload: Workload) -> tuple[float, float] | None:
+    """Seconds of a call that copies and of one that attaches; None where ranks copy whatever was measured, since the
+    cache does not hold it."""
     from symcomm.group.local import LocalGroup
 
     if workload.pinned:
@@ -97,8 +98,11 @@ def measure(group: Any, call: str, piece: int, workload: Workload) -> tuple[floa
         groups.append(LocalGroup(group.rank, group.size, group.all_gather_bytes, limits=limits, peers=group.peers))
     calls = [_call_on(own, call, piece) for own in groups]
     groups[1].barrier()  # a peer that is not there yet cannot be read
-    calls[1]()
+    _call_on(groups[1], "scatter", SIZES[0])()
     _need_attached(groups[1])
+    calls[1]()
+    if not _has_attached(groups[1]):
+        return None
     counts = [_agreed(group, _count(call_once, workload.seconds)) for call_once in calls]
     times: list[list[float]] = [[], []]
     for _ in range(workload.rounds):
@@ -120,16 +124,21 @@ def _call_on(group: Any, call: str, piece: int) -> Callable[[], Any]:
 
 def _need_attached(group: Any) -> None:
     """Where the kernel refuses, the group copies; there would be nothing to compare."""
+    if not _has_attached(group):
+        raise errors.ResourceError(
+            "symcomm bench attach: this kernel lets no rank read another's memory; leave it, ranks copy then, or allow "
+            "it: `sysctl kernel.yama.ptrace_scope=0`, in a container also `docker run --cap-add SYS_PTRACE`."
+        )
+
+
+def _has_attached(group: Any) -> bool:
+    """In the last call."""
     from symcomm.observe.recorder.records import operations_of
 
     recorded = operations_of(group)[group.rank]
     if not recorded:
         raise errors.CallerError("symcomm bench attach: it needs the flight recorder; unset SYMCOMM_FLIGHT_ENTRIES.")
-    if recorded[-1].plan != "attached":
-        raise errors.ResourceError(
-            "symcomm bench attach: this kernel lets no rank read another's memory; leave it, ranks copy then, or allow "
-            "it: `sysctl kernel.yama.ptrace_scope=0`, in a container also `docker run --cap-add SYS_PTRACE`."
-        )
+    return bool(recorded[-1].plan == "attached")
 
 
 def _count(call_once: Callable[[], Any], seconds: float) -> int:
@@ -165,8 +174,9 @@ def run_attach_bench(workload: Workload, seen: Callable[[Row], None] = quiet, ti
     for call in CALLS:
         for piece in SIZES:
             found = spawn(measure, workload.ranks, (call, piece, workload), deadline=workload.deadline)[0]
-            rows.append(Row(call, piece, *(seconds * 1e6 for seconds in found)))
-            seen(rows[-1])
+            if found is not None:
+                rows.append(Row(call, piece, *(seconds * 1e6 for seconds in found)))
+                seen(rows[-1])
             tick(f"{call} {bench_table.short_size(piece)}")
     return rows
 
@@ -176,7 +186,7 @@ def thresholds(rows: Sequence[Row]) -> calibration.Sizes:
     least = []
     for call in CALLS:
         largest_first = sorted((row for row in rows if row.call == call), key=lambda row: -row.piece)
-        products = list(accumulate((row.gain for row in largest_first), operator.mul))
+        products = list(accumulate((row.gain for row in largest_first), operator.mul)) or [0.0]
         best = max(range(len(products)), key=products.__getitem__)
         gains = products[best] ** (1 / (best + 1)) >= GAIN and products[0] >= LOSS
         least.append(largest_first[best].piece if gains else NO_BYTES)
