@@ -131,6 +131,21 @@ def test_arrays_that_are_contiguous_take_the_short_way(kind):
     assert everywhere(takes, 2, "threads", kind) == [(15, 0) if kind in SHORT else (0, 15)] * 2
 
 
+def scaled(group: Any) -> list[list[float]]:
+    found = []
+    for dtype, factor in (("f4", np.float64(2)), ("f2", np.float64(2)), ("i8", 2.5), ("i4", 2.0), (">f4", 2)):
+        x = np.ones(3, dtype)
+        group.all_reduce(x, symcomm.make_premul_sum(factor))
+        found.append(x.tolist())
+    x = np.array(1.0)
+    group.all_reduce(x, symcomm.make_premul_sum(3))
+    return [*found, [x.tolist()]]
+
+
+def test_a_factor_of_another_dtype():
+    assert everywhere(scaled, 2, "threads") == [[[4.0] * 3] * 5 + [[6.0]]] * 2
+
+
 def messages(group: Any) -> dict[str, int]:
     x, other = np.full(5, float(group.rank)), 1 - group.rank
     for turn in range(4):

@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -275,6 +277,35 @@ def _named(g: ProcessGroup) -> None:
 
 def test_operations_may_be_given_by_name_or_as_torchs():
     threads(_named)
+
+
+def _wrapped(g: ProcessGroup) -> list[int]:
+    x, seen = torch.ones(3), []
+    for op in ("max", symcomm.ReduceOp.MAX):
+        with mock.patch.object(g, "all_reduce", wraps=g.all_reduce) as wrapper:
+            g.all_reduce(x, op)
+        seen.append(wrapper.call_count)
+    return seen
+
+
+def test_whoever_wraps_a_call_sees_it_once():
+    assert threads(_wrapped) == [[1, 1]] * WORLD
+
+
+def _lists(g: ProcessGroup) -> None:
+    for x in (torch.ones(3), np.ones(3, np.float32)):
+        for wrong in ([x], (x,)):
+            for _ in range(3):  # also once the call is known with a tensor
+                with pytest.raises(errors.WrongTypeError, match="tensor must be a tensor"):
+                    g.all_reduce(wrong)
+                with pytest.raises(errors.WrongTypeError, match="tensor must be a tensor"):
+                    g.broadcast(wrong, 0)
+                g.all_reduce(x)
+                g.broadcast(x, 0)
+
+
+def test_a_list_of_one_is_no_tensor():
+    threads(_lists)
 
 
 def test_calls_that_python_plans_are_counted_as_such():

@@ -53,7 +53,7 @@ class Collectives:
             if status >= 0:
                 return self.raise_failure(status, "all_reduce") if status else None
             if (plain := request.plain_op(op)) is not op:
-                return self.all_reduce(tensor, plain)
+                return Collectives.all_reduce(self, tensor, plain)
         return self.execute(request.all_reduce(self, tensor, op), async_op, timeout)
 
     def reduce(self, tensor: Any, root: int = 0, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -65,7 +65,7 @@ class Collectives:
             if status >= 0:
                 return self.raise_failure(status, "reduce") if status else None
             if (plain := request.plain_op(op)) is not op:
-                return self.reduce(tensor, root, plain)
+                return Collectives.reduce(self, tensor, root, plain)
         return self.execute(request.reduce(self, tensor, root, op), async_op, timeout)
 
     def reduce_scatter_single(
@@ -79,7 +79,7 @@ class Collectives:
             if status >= 0:
                 return self.raise_failure(status, "reduce_scatter_single") if status else None
             if (plain := request.plain_op(op)) is not op:
-                return self.reduce_scatter_single(output, input, plain)
+                return Collectives.reduce_scatter_single(self, output, input, plain)
         return self.execute(request.reduce_scatter_single(self, output, input, op), async_op, timeout)
 
     def reduce_scatter(
@@ -93,7 +93,7 @@ class Collectives:
             if status >= 0:
                 return self.raise_failure(status, "reduce_scatter") if status else None
             if (plain := request.plain_op(op)) is not op:
-                return self.reduce_scatter(output, inputs, plain)
+                return Collectives.reduce_scatter(self, output, inputs, plain)
         return self.execute(request.reduce_scatter(self, output, inputs, op), async_op, timeout)
 
     # --- copies -----------------------------------------------------------------------------------------------

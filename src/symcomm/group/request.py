@@ -308,10 +308,17 @@ def _reduction(group: Caller, call: str, op: Any, view: Any) -> tuple[RedOpType,
         return redop, view
     if factor is None:
         raise errors.bad_argument(call, "op", "PREMUL_SUM without a factor", "made by make_premul_sum(factor)")
-    scaled = view.owner * factor
+    return redop, group.views.read(call, "tensor", _scaled(view.owner, factor))
+
+
+def _scaled(tensor: Any, factor: Any) -> Any:
+    """In the tensor's own dtype, whatever the factor's."""
+    scaled = tensor * factor
     if hasattr(scaled, "to"):
-        scaled = scaled.to(view.owner.dtype)
-    return redop, group.views.read(call, "tensor", scaled)
+        return scaled.to(tensor.dtype)
+    import numpy as np
+
+    return np.asarray(scaled, dtype=tensor.dtype)
 
 
 def _same_dtype(call: str, views: Sequence[Any]) -> DType:

@@ -19,7 +19,7 @@
 enum { CALL_ALL_TO_ALL_SINGLE = 5 }; /* its number in symcomm/ops.py: the one that cannot work in place */
 
 struct call_key { /* what a plan depends on */
-    int64_t call, detail, dtype, count, out_count, n_in, n_out;
+    int64_t call, detail, dtype, count, out_count, n_in, n_out, listed;
 };
 
 struct call_tensors { /* the tensors of one call */
@@ -135,6 +135,7 @@ static void release_tensors(struct call_tensors *t) {
 static bool view_tensors(const struct group *g, PyObject *input, PyObject *output, struct call_key *k,
                          struct call_tensors *t) {
     t->output = NULL;
+    k->listed = (PyList_Check(input) || PyTuple_Check(input)) << 1 | (PyList_Check(output) || PyTuple_Check(output));
     if ((t->input = hold_tensors(input)) == NULL || (t->output = hold_tensors(output)) == NULL) return false;
     k->n_in = view_all(t->input, t->in, &k->count, &k->dtype);
     if (k->n_in < 0) return false;
