@@ -13,8 +13,10 @@ from symcomm import errors
 from symcomm.collectives import Collective, Need, Plan
 from symcomm.collectives.plan import ALL, At, Copy, Loop, Reduce, Signal, Space, Wait
 from symcomm.group.process_group import ProcessGroup
+from symcomm.observe.recorder import records
 from symcomm.types import DType, RedOpType
 from tests.support.faults import run_group
+from tests.support.ranks import returned
 
 FLOAT = DType.FLOAT32
 IN, OUT = At(Space.IN), At(Space.OUT)
@@ -49,6 +51,37 @@ def test_values(world: int):
     symcomm.spawn(_turns, world, mode="threads", timeout=20, deadline=100)
 
 
+PIECE = 4096
+
+
+def _attached(g: ProcessGroup, nbytes: int, piece: int, inputs: tuple[int, ...]) -> str:
+    """Rings whose ranks read each other's memory, in pieces; ``inputs``: what is passed besides, and not used."""
+    plan, before = ring(g.rank, g.size, nbytes // 4), (g.rank - 1) % g.size
+    starts = range(0, nbytes, piece)
+    reads = [Copy((At(Space.OUT, 0, at),), At(Space.PEER_IN, before, at), min(piece, nbytes - at)) for at in starts]
+    plan = replace(plan, direct=[*reads, Signal(2), Wait(ALL, 2)], attach_bytes=piece, piece_bytes=piece)
+    source = torch.arange(nbytes // 4, dtype=torch.float32) + g.rank
+    target, others = torch.zeros_like(source), [torch.full((n // 4,), 77.0) for n in inputs]
+    g.barrier()  # a peer that is not there yet cannot be read
+    g.run_plan("ring", plan, [source, *others], target)
+    assert torch.equal(target, source - g.rank + before)
+    return records.operations_of(g)[g.rank][-1].plan
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "piece", "inputs"),
+    [
+        (2 * PIECE, PIECE, ()),
+        (PIECE + 2048, PIECE, ()),  # the last piece is not whole
+        (PIECE, 2 * PIECE, ()),
+        (2 * PIECE, PIECE, (4,)),  # as many inputs as ranks, which are not the pieces
+        (2 * PIECE, PIECE, (PIECE,)),
+    ],
+)
+def test_peers_read_the_first_input_alone(nbytes: int, piece: int, inputs: tuple[int, ...]):
+    assert returned(run_group(_attached, 2, nbytes, piece, inputs)) == ["attached"] * 2
+
+
 def _copy(g: ProcessGroup, *, nbytes: int = 16, source: At = IN, target: At = OUT) -> Plan:
     return Plan(Collective.CUSTOM, g.rank, g.size, 4, FLOAT, staged=[Copy((target,), source, nbytes)])
 
@@ -79,6 +112,14 @@ BAD: dict[str, tuple[Callable[[ProcessGroup, torch.Tensor], tuple], str]] = {
     "peer's": (
         lambda g, t: (_plan(g, direct=[Copy((OUT,), At(Space.PEER_IN, 1, 4), 16)], needs=[Need.INPUT] * 2), t, t),
         r"inputs\[0\] must be at least the 20 bytes that the plan uses of rank 1's, got '16 bytes'",
+    ),
+    "not promised": (
+        lambda g, t: (_plan(g, direct=[Copy((OUT,), At(Space.PEER_IN, 1), 16)], needs=[Need.OUTPUT] * 2), t, t),
+        "one that the core can run safely, got .*reads a tensor that nobody promised",
+    ),
+    "output not promised": (
+        lambda g, t: (_plan(g, direct=[Copy((OUT,), At(Space.PEER_OUT, 1), 16)], needs=[Need.INPUT] * 2), t, t),
+        "one that the core can run safely, got .*reads a tensor that nobody promised",
     ),
     "dtype": (lambda g, t: (_copy(g), t.double(), t), "must be of the plan's dtype, float32, got 'float64'"),
     "no tensor": (lambda g, t: (_copy(g), [3.0], t), r"inputs\[0\] must be a tensor"),

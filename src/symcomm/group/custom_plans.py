@@ -40,7 +40,8 @@ class CustomCall:
         """The plan, which keeps its id, with what it uses of tensors; and as the core runs it."""
         plan = self._plan
         try:
-            ready = dataclasses.replace(plan, collective=Collective.CUSTOM, count=self._count())
+            # What peers read is the first input, whose size ranks compare.
+            ready = dataclasses.replace(plan, collective=Collective.CUSTOM, count=self._count(), piece_bytes=0)
             stage = native.plan_stage_bytes(native.make_plan(ready.encode()))
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             self._refuse("plan", str(error), "one that the core can run safely")

@@ -229,12 +229,13 @@ static int run_body(struct run *x, bool skipped_head) {
     return run_part(x, PLAN_STAGED);
 }
 
-/* The pieces of my input that peers may read. The plan says how far it reaches into a single tensor. */
-static int lent_pieces(struct run *x, char *pieces[MAX_WORLD]) {
-    int64_t piece = x->p->attach_bytes, reached = x->b->n_in > 1 ? x->b->n_in : x->p->in_bytes / piece;
-    int n = (int)(reached < x->g->world ? reached : x->g->world);
-    for (int i = 0; i < n; i++) pieces[i] = x->b->n_in > 1 ? x->b->in[i] : x->b->in[0] + i * piece;
-    return n;
+/* Where the pieces of my input are: a list of tensors, or one. Whether the kernel lets peers read them. */
+static bool find_pieces(struct run *x, char *pieces[MAX_WORLD]) {
+    const struct plan *p = x->p;
+    if (x->b->n_in < 1) return false;
+    bool listed = x->b->n_in == x->g->world && p->piece_bytes == p->attach_bytes;
+    for (int i = 0; i < x->g->world; i++) pieces[i] = listed ? x->b->in[i] : x->b->in[0] + i * p->attach_bytes;
+    return listed ? cma_is_readable(pieces, x->g->world, p->attach_bytes) : cma_is_readable(pieces, 1, p->in_bytes);
 }
 
 /* Whether my part of an attached run is possible: I can read what I need, and peers what they need of me. */
@@ -246,11 +247,9 @@ static bool attach(struct run *x, int64_t in_offset) {
         if ((p->needs[r] & NEED_INPUT) && !cma_can_read(g, r)) return false;
     if (!(p->needs[g->rank] & NEED_INPUT) || in_offset >= 0) return true;
     char *pieces[MAX_WORLD];
-    int n = lent_pieces(x, pieces);
-    if (!cma_is_readable(pieces, n, p->attach_bytes)) return false;
+    if (!find_pieces(x, pieces)) return false;
     for (int i = 0; i < g->world; i++)
-        atomic_store_explicit(&addresses_of(x, g->rank)[i], i < n ? (uint64_t)(uintptr_t)pieces[i] : 0,
-                              memory_order_relaxed);
+        atomic_store_explicit(&addresses_of(x, g->rank)[i], (uint64_t)(uintptr_t)pieces[i], memory_order_relaxed);
     return true;
 }
 

@@ -58,8 +58,11 @@ static const char *check_move(struct plan *p, const struct plan_step *s, int64_t
             why = "writes an output that nobody promised";
     }
     for (int64_t i = 0; i < s->n_src && !why; i++) {
-        why = check_place(p, &p->places[s->src + i], turns, s->nbytes);
-        note_extent(p, &p->places[s->src + i], s, turns);
+        const struct plan_place *at = &p->places[s->src + i];
+        why = check_place(p, at, turns, s->nbytes);
+        note_extent(p, at, s, turns);
+        int64_t need = at->space == SPACE_PEER_IN ? NEED_INPUT : at->space == SPACE_PEER_OUT ? NEED_OUTPUT : 0;
+        if (!why && need && !(p->needs[at->index] & need)) why = "reads a tensor that nobody promised";
     }
     return why;
 }
