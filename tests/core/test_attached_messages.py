@@ -224,7 +224,7 @@ def _halt_in_row(g: ProcessGroup, gate: CallGate, words: Words) -> Any:
     raised: list[str] = []
     wrong = 0
     while not words[HIT]:
-        raised = [attempt(partial(g.recv, y.fill_(0.5), 0, timeout=1.0)) for y in row]
+        raised = [attempt(partial(g.recv, y.fill_(0.5), 0, timeout=3.0)) for y in row]  # not before it is stopped
         wrong += sum(int((y != of_rank(0, COUNT)).sum()) for y, error in zip(row, raised, strict=True) if not error)
     for y in row:
         y.fill_(PATTERN)
@@ -238,9 +238,9 @@ def test_the_next_messages_of_a_stopped_sender_grant_no_writes():
     gate = CallGate(words, HIT)
 
     def during(pids: list[int]) -> None:
-        assert words.reach(HIT, 1)
+        assert words.reach(HIT, 1, 20)
         stop(pids[0])
-        assert words.reach(RAISED, 1)
+        assert words.reach(RAISED, 1, 20)
         gate.open()
         os.kill(pids[0], signal.SIGCONT)
 

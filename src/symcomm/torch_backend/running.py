@@ -30,6 +30,11 @@ _TORCH_NAMES = {"all_to_all_single": "all_to_all", "all_gather_lists": "all_gath
 SMALL = 4096  # elements; an operation of that size takes about as long as handing it to a thread
 
 
+def _single(tensors: Any) -> Any:
+    """torch's lists of one are tensors to the core."""
+    return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
+
+
 def _is_small(tensors: Any) -> bool:
     """Whether this is a small operation of the group itself: other engines carry tensors of other devices."""
     if not isinstance(tensors, (list, tuple)):
@@ -141,7 +146,7 @@ class Running:
         if status == UNKNOWN:
             status, detail = read_options(call, opts)
             if status == 0:
-                status = native.run_cached(core.handle, call, detail, source, target, core.timeout_ns)
+                status = native.run_cached(core.handle, call, detail, _single(source), _single(target), core.timeout_ns)
         if status == ASYNC:
             small = _is_small(source if target is None else target)
             return self._run_inline(call, detail, source, target, opts) if small and core.may_run_inline() else None
@@ -159,7 +164,7 @@ class Running:
         if detail is None:
             status = native.run_cached_options(core.handle, call, opts, source, target, core.timeout_ns, True)
         else:
-            status = native.run_cached(core.handle, call, detail, source, target, core.timeout_ns)
+            status = native.run_cached(core.handle, call, detail, _single(source), _single(target), core.timeout_ns)
         if status < 0:
             return None
         result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]

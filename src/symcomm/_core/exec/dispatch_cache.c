@@ -19,7 +19,7 @@
 enum { CALL_ALL_TO_ALL_SINGLE = 5 }; /* its number in symcomm/ops.py: the one that cannot work in place */
 
 struct call_key { /* what a plan depends on */
-    int64_t call, detail, dtype, count, out_count, n_in, n_out, listed;
+    int64_t call, detail, dtype, count, out_count, n_in, n_out;
 };
 
 struct call_tensors { /* the tensors of one call */
@@ -135,7 +135,6 @@ static void release_tensors(struct call_tensors *t) {
 static bool view_tensors(const struct group *g, PyObject *input, PyObject *output, struct call_key *k,
                          struct call_tensors *t) {
     t->output = NULL;
-    k->listed = (PyList_Check(input) || PyTuple_Check(input)) << 1 | (PyList_Check(output) || PyTuple_Check(output));
     if ((t->input = hold_tensors(input)) == NULL || (t->output = hold_tensors(output)) == NULL) return false;
     k->n_in = view_all(t->input, t->in, &k->count, &k->dtype);
     if (k->n_in < 0) return false;
@@ -147,10 +146,16 @@ static bool view_tensors(const struct group *g, PyObject *input, PyObject *outpu
     return k->n_out >= 0 && !overlaps(g, k, t);
 }
 
-/* Fills key and tensors from (group, call, detail, input, output), as view_tensors() does. */
+static bool is_list_of_one(PyObject *object) {
+    return PyList_Check(object) ? PyList_Size(object) == 1 : PyTuple_Check(object) && PyTuple_Size(object) == 1;
+}
+
+/* Fills key and tensors from (group, call, detail, input, output), as view_tensors() does. A list of one is neither a
+ * tensor nor a list with one for each rank. */
 static bool describe_call(const struct group *g, PyObject *const *args, struct call_key *k, struct call_tensors *t) {
     t->input = t->output = NULL;
     if (!PyLong_Check(args[1]) || !PyLong_Check(args[2])) return false;
+    if (g->world > 1 && (is_list_of_one(args[3]) || is_list_of_one(args[4]))) return false;
     *k = (struct call_key){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
     if (k->detail == -1 && PyErr_Occurred()) { /* a root beyond 63 bits, which Python will refuse in words */
         PyErr_Clear();
