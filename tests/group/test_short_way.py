@@ -402,3 +402,36 @@ def test_the_flight_recorder_says_which_way_each_operation_took():
     ways = [("short", "inline"), ("long", "inline"), ("long", "queued")]
     collectives = [("all_reduce", *way) for way in ways]
     assert threads(_recorded) == [[*collectives, (call, "short", "inline")] for call in ("send", "recv")]
+
+
+def _empty_lists(g: ProcessGroup) -> None:
+    x, row = torch.full((2,), g.rank + 1.0), [torch.zeros(2) for _ in range(WORLD)] if g.rank == 0 else None
+    g.gather(row, x)
+    g.scatter(x, row)
+    assert ways_of(g, lambda: g.gather(row or [], x)) == SHORT
+    assert ways_of(g, lambda: g.scatter(x, row or [])) == SHORT
+    assert (row is None or [t.tolist() for t in row] == [[1.0] * 2, [2.0] * 2]) and x.tolist() == [g.rank + 1.0] * 2
+    if g.rank == 0:
+        for refused in (lambda: g.gather([], x), lambda: g.scatter(x, []), lambda: g.all_gather([], x)):
+            assert ways_of(g, lambda refused=refused: pytest.raises(errors.BadArgumentError, refused)) == times(
+                SHORT, 0
+            )
+    g.barrier()
+
+
+def test_ranks_that_are_not_the_root_may_pass_an_empty_list():
+    threads(_empty_lists)
+
+
+def _few_attributes(g: ProcessGroup) -> int:
+    g.register_pre_hook(1, lambda args: None)
+    g.unregister_pre_hook(1)
+    g.monitored_barrier()
+    g.split(0).destroy()
+    g.new_window(symcomm.symm_mem.empty(4))
+    return len(vars(g))
+
+
+def test_python_need_not_search_a_groups_dictionary():
+    """With thirty attributes there, each call of a method takes 0.05 us longer (CPython 3.11 to 3.13)."""
+    assert max(threads(_few_attributes)) <= 20

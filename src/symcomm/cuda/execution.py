@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import signature_count
 from symcomm.cuda.tensor_views import tensor_view, tensor_view_list
-from symcomm.group.facade import Collectives
+from symcomm.group.facade import SUM, Collectives
 from symcomm.group.p2p import ANY_SOURCE
-from symcomm.group.request import Request, Views, addresses_of
+from symcomm.group.request import Request, Views, addresses_of, plain_op
 from symcomm.group.work import Timeout
 from symcomm.ops import numbers_of
 from symcomm.types import RedOpType
@@ -72,8 +72,11 @@ class CudaExecution(Collectives):
     _add_fast_path: Callable[..., None]
     pending: Any
 
-    def _run_cached(self, number: int, detail: Any, source: Any, target: Any, timeout_ns: int) -> int:
-        return 0 if number == _ALL_REDUCE and self._run_fast_path(source, detail) else -1
+    def all_reduce(self, tensor: Any, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
+        """Combine ``tensor`` over all ranks, in place."""
+        if not async_op and timeout is None and self._run_fast_path(tensor, plain_op(op)):
+            return None
+        return super().all_reduce(tensor, op, async_op, timeout)
 
     def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Any:
         """Meet the others, and put what was asked for into a stream."""

@@ -191,7 +191,7 @@ class LocalGroup(ProcessGroup):
             self.arena.flight.address, self.arena.flight.add_group(self.name, self.rank, self.global_ranks),
             own_process, SPIN_COUNT, self._spin_ns, self._yield_ns, self._operations,
         )  # fmt: skip
-        self._run_cached = functools.partial(native.run_cached, self.handle)
+        self._cache = self.handle
         _living.add(self)
         self._retire = weakref.finalize(self, _retire, self.handle, self.arena, self._offset, self.exposed)
         self._retire.atexit = False  # the kernel takes it all

@@ -43,11 +43,16 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
 
     Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, ResourceError."""
 
-    spans_hosts = False  # see symcomm.hierarchical
+    # Not in the object's dictionary: with thirty there, Python searches it at every call of a method.
+    __slots__ = (
+        "_failure", "_failure_lock", "_in_flight", "_keep_lock", "_plans", "arena", "base_name", "before_leaving",
+        "exposed", "given_limits", "global_ranks", "handle", "name", "newcomers", "peers", "pending", "plan_limits",
+        "rank", "size", "timeout_ns", "watcher",
+    )  # fmt: skip
     handle: native.Group  # of the ranks of this host
     peers: list[Peer]  # those ranks' arenas
 
-    # Defaults live here: Python reads the attributes of objects that have more than thirty of their own more slowly.
+    spans_hosts = False  # see symcomm.hierarchical
     store: Any = None  # where the ranks met, and where newcomers find them
     lease: Lease | None = None  # on that store, if it ends with its groups
     join_queue: JoinQueue | None = None

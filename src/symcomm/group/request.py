@@ -207,7 +207,7 @@ def gather(group: Caller, outputs: Any, input: Any, root: int) -> Request:
     dtype = _same_dtype(call, [source, *outs])
     for k, out in enumerate(outs):
         _check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
-    sizes, key = (source.count,) * group.size, (root, input, or_none(outputs))
+    sizes, key = (source.count,) * group.size, (root, input, outputs)
     return Request(call, [source], outs, outputs or [], sizes, dtype, root=root, key=key)
 
 
@@ -231,7 +231,7 @@ def scatter(group: Caller, output: Any, inputs: Any, root: int) -> Request:
     dtype = _same_dtype(call, [out, *sources])
     for k, source in enumerate(sources):
         _check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
-    sizes, key = (out.count,) * group.size, (root, or_none(inputs), output)
+    sizes, key = (out.count,) * group.size, (root, inputs, output)
     return Request(call, sources, [out], [output], sizes, dtype, root=root, key=key)
 
 
@@ -286,11 +286,6 @@ def check_splits(call: str, everyone: Sequence[Sequence[int]]) -> tuple[tuple[in
 def rooted(root: Any, op: Any) -> Any:
     """Root and operation as one number, where both are numbers."""
     return root << 8 | op if type(root) is int and type(op) is RedOpType else None
-
-
-def or_none(tensors: Any) -> Any:
-    """None for an empty list too: some callers pass one where they are not the root."""
-    return None if type(tensors) is list and not tensors else tensors
 
 
 def check_root(group: Caller, call: str, root: Any) -> None:

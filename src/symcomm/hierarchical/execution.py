@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import hash_sizes
@@ -24,10 +23,6 @@ class HierarchicalExecution(Collectives):
 
     layout: Layout
     _perform: Callable[..., Work | None]
-
-    def _run_cached(self, *_: Any) -> int:
-        """Calls across hosts have no short way."""
-        return -1
 
     def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Work | None:
         """Run what was asked for, here and now, or in the group's thread where that has something to run already."""

@@ -24,7 +24,7 @@ struct call_key { /* what a plan depends on */
 
 struct call_tensors { /* the tensors of one call */
     char *in[MAX_WORLD], *out[MAX_WORLD];
-    PyObject *input, *output; /* they, or tuples of them */
+    PyObject *inputs, *outputs; /* of a list: its tensors, until the call ends, since another thread may empty it */
 };
 
 struct cached_plan {
@@ -87,19 +87,26 @@ void dispatch_cache_drop(struct group *g) {
     g->dispatch_cache = NULL;
 }
 
-/* Views one tensor, a tuple of tensors that are all alike, or None. How many, or -1: Python must look. */
-static int view_all(PyObject *object, char **addresses, int64_t *count, int64_t *dtype) {
+/* Views the i-th of some tensors, which are all alike. */
+static bool view_next(PyObject *tensor, Py_ssize_t i, char **addresses, int64_t *count, int64_t *dtype) {
+    struct tensor_view view;
+    if (!tensor_view(tensor, &view) || (i > 0 && view.count != *count) || (*dtype >= 0 && view.dtype != *dtype))
+        return false;
+    addresses[i] = view.address, *count = view.count, *dtype = view.dtype;
+    return true;
+}
+
+/* Views one tensor, a list or tuple of at least `fewest`, or None, which is what an empty list means where a rank is
+ * not the root. How many, or -1: Python must look. */
+static int view_all(PyObject *object, int fewest, PyObject **kept, char **addresses, int64_t *count, int64_t *dtype) {
     if (object == Py_None) return 0;
-    bool listed = PyTuple_Check(object);
-    Py_ssize_t n = listed ? PyTuple_Size(object) : 1;
-    if (n < 1 || n > MAX_WORLD) return -1;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        struct tensor_view view;
-        if (!tensor_view(listed ? PyTuple_GetItem(object, i) : object, &view)) return -1;
-        if (i > 0 && view.count != *count) return -1;
-        if (*dtype >= 0 && view.dtype != *dtype) return -1;
-        addresses[i] = view.address, *count = view.count, *dtype = view.dtype;
-    }
+    if (view_next(object, 0, addresses, count, dtype)) return 1;
+    if (PyList_Check(object)) object = *kept = PyList_AsTuple(object);
+    Py_ssize_t n = object && PyTuple_Check(object) ? PyTuple_Size(object) : -1;
+    if (n == 0 && *kept) return 0;
+    if (n < fewest || n > MAX_WORLD) return -1;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (!view_next(PyTuple_GetItem(object, i), i, addresses, count, dtype)) return -1;
     return (int)n;
 }
 
@@ -120,48 +127,37 @@ static bool overlaps(const struct group *g, const struct call_key *k, const stru
     return false;
 }
 
-/* What a call uses, until it ends: of a list its tensors, since another thread may empty it meanwhile. */
-static PyObject *hold_tensors(PyObject *tensors) {
-    return PyList_Check(tensors) ? PyList_AsTuple(tensors) : Py_NewRef(tensors);
-}
-
 static void release_tensors(struct call_tensors *t) {
-    Py_XDECREF(t->input);
-    Py_XDECREF(t->output);
+    Py_XDECREF(t->inputs);
+    Py_XDECREF(t->outputs);
 }
 
-/* Fills the rest of a key of which call and detail are known, and the tensors. False: Python must look. To be released
- * in any case. */
-static bool view_tensors(const struct group *g, PyObject *input, PyObject *output, struct call_key *k,
+/* Fills the rest of a key of which call and detail are known, and the tensors, of which lists have `fewest` at least.
+ * False: Python must look. To be released in any case. */
+static bool view_tensors(const struct group *g, PyObject *input, PyObject *output, int fewest, struct call_key *k,
                          struct call_tensors *t) {
-    t->output = NULL;
-    if ((t->input = hold_tensors(input)) == NULL || (t->output = hold_tensors(output)) == NULL) return false;
-    k->n_in = view_all(t->input, t->in, &k->count, &k->dtype);
+    t->inputs = t->outputs = NULL;
+    k->n_in = view_all(input, fewest, &t->inputs, t->in, &k->count, &k->dtype);
     if (k->n_in < 0) return false;
     if (input == output && k->n_in == 1) {
         t->out[0] = t->in[0], k->out_count = k->count, k->n_out = 1;
         return k->call != CALL_ALL_TO_ALL_SINGLE || g->world == 1;
     }
-    k->n_out = view_all(t->output, t->out, &k->out_count, &k->dtype);
+    k->n_out = view_all(output, fewest, &t->outputs, t->out, &k->out_count, &k->dtype);
     return k->n_out >= 0 && !overlaps(g, k, t);
-}
-
-static bool is_list_of_one(PyObject *object) {
-    return PyList_Check(object) ? PyList_Size(object) == 1 : PyTuple_Check(object) && PyTuple_Size(object) == 1;
 }
 
 /* Fills key and tensors from (group, call, detail, input, output), as view_tensors() does. A list of one is neither a
  * tensor nor a list with one for each rank. */
 static bool describe_call(const struct group *g, PyObject *const *args, struct call_key *k, struct call_tensors *t) {
-    t->input = t->output = NULL;
+    t->inputs = t->outputs = NULL;
     if (!PyLong_Check(args[1]) || !PyLong_Check(args[2])) return false;
-    if (g->world > 1 && (is_list_of_one(args[3]) || is_list_of_one(args[4]))) return false;
     *k = (struct call_key){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
     if (k->detail == -1 && PyErr_Occurred()) { /* a root beyond 63 bits, which Python will refuse in words */
         PyErr_Clear();
         return false;
     }
-    return view_tensors(g, args[3], args[4], k, t);
+    return view_tensors(g, args[3], args[4], g->world > 1 ? 2 : 1, k, t);
 }
 
 /* Inlined into both of its callers: a call, with all that it passes, took 10 ns of a barrier's 460. */
@@ -183,8 +179,10 @@ static inline __attribute__((always_inline)) int64_t run_cached_plan(struct grou
 }
 
 static PyObject *run_cached(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
-    struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
-    if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "run_cached takes 6 arguments");
+    if (n_args != 6) return PyErr_Format(PyExc_TypeError, "run_cached takes 6 arguments");
+    if (args[0] == Py_None) return PyLong_FromLong(-1);
+    struct group *g = to_group(args[0]);
+    if (g == NULL) return NULL;
     if (g->dispatch_cache == NULL) return PyLong_FromLong(-1);
     int64_t status = -1, timeout = PyLong_AsLongLong(args[5]);
     struct call_key k;
@@ -208,7 +206,7 @@ static PyObject *run_cached_options(PyObject *Py_UNUSED(self), PyObject *const *
     if (status == OPTIONS_ASYNC && n_args == 7 && args[6] == Py_True) status = OPTIONS_FAST;
     if (status != OPTIONS_FAST || g->dispatch_cache == NULL) return PyLong_FromLongLong(status ? status : OPTIONS_SLOW);
     struct call_tensors t;
-    status = view_tensors(g, args[3], args[4], &k, &t) ? run_cached_plan(g, &k, &t, timeout) : OPTIONS_SLOW;
+    status = view_tensors(g, args[3], args[4], 1, &k, &t) ? run_cached_plan(g, &k, &t, timeout) : OPTIONS_SLOW;
     release_tensors(&t);
     if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
@@ -240,7 +238,7 @@ static PyObject *cache_plan(PyObject *Py_UNUSED(self), PyObject *const *args, Py
 
 static PyMethodDef methods[] = {
     METHOD(run_cached, METH_FASTCALL,
-           "(group, call, detail, input, output, timeout_ns) -> status, or -1: take the long way"),
+           "(group or None, call, detail, input, output, timeout_ns) -> status, or -1: take the long way"),
     METHOD(run_cached_options, METH_FASTCALL,
            "(group, call, options, input, output, timeout_ns, run_async=False) -> status, or below 0: nothing was run"),
     METHOD(cache_plan, METH_FASTCALL,

@@ -324,10 +324,6 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     return status;
 }
 
-bool exec_is_short(const struct group *g, const struct plan *p) {
-    return g->own_process && p->count <= SHORT_BYTES / (int64_t)symcomm_itemsize[p->dtype];
-}
-
 /* With the group's lock held. */
 static struct flight_entry *record(struct group *g, const struct plan *p, uint64_t now, struct origin from,
                                    uint64_t *number) {
@@ -343,7 +339,7 @@ static struct flight_entry *record(struct group *g, const struct plan *p, uint64
     return flight_begin(g->flight, &facts, number);
 }
 
-static _Thread_local char this_thread; /* its address names the thread */
+static THREAD_LOCAL char this_thread; /* its address names the thread */
 
 int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from) {
     if (atomic_load_explicit(&g->holder, memory_order_relaxed) == &this_thread) return STATUS_NESTED;

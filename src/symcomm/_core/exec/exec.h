@@ -5,8 +5,6 @@
 #include "observe/flight.h"
 #include "sync/sync.h"
 
-#define SHORT_BYTES 4096 /* more than this is worth giving up the interpreter lock for */
-
 /* The caller's buffers; n_in/n_out entries as the plan asks. */
 struct buffers {
     char *const *in;
@@ -23,4 +21,4 @@ int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b,
 bool exec_settle(struct group *g);
 
 /* Whether it will be over in microseconds once all ranks have come, and none of them needs this thread to go on. */
-bool exec_is_short(const struct group *g, const struct plan *p);
+static inline bool exec_is_short(const struct group *g, const struct plan *p) { return g->own_process && p->is_short; }

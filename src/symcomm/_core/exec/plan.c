@@ -134,6 +134,7 @@ static const char *check(struct plan *p, int64_t n_words) {
     p->piece_bytes = w[12], p->algorithm = w[13], p->attach_bytes = w[14], p->attach_large = w[15] != 0;
     if (p->world < 1 || p->world > MAX_WORLD || p->rank < 0 || p->rank >= p->world) return "bad world";
     if (p->dtype < 0 || p->dtype >= DT_COUNT || p->redop < 0 || p->redop >= RED_COUNT) return "bad type";
+    p->is_short = p->count <= SHORT_BYTES / (int64_t)symcomm_itemsize[p->dtype];
     if (n_places < 0 || n_places > n_words) return "bad place count";
     for (int part = 0; part < PLAN_PARTS; part++) {
         p->n_steps[part] = w[8 + part];

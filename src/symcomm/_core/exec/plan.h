@@ -1,8 +1,11 @@
 /* A plan as the executor runs it; written by symcomm/collectives/plan.py, checked once when loaded. */
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#define SHORT_BYTES 4096 /* more than this is worth giving up the interpreter lock for */
 
 enum plan_op { OP_COPY, OP_REDUCE, OP_SIGNAL, OP_WAIT, OP_LOOP };
 enum plan_space { SPACE_IN, SPACE_OUT, SPACE_STAGE, SPACE_PEER_IN, SPACE_PEER_OUT, SPACE_COUNT };
@@ -34,6 +37,7 @@ struct plan {
     int64_t piece_bytes;
     int64_t algorithm;     /* a number in ALGORITHMS of plan.py, for the flight recorder */
     uint64_t copied_bytes; /* into outputs by this rank, in the part where that is most; 0: it reduces */
+    bool is_short;         /* SHORT_BYTES at most */
     int64_t stage_bytes;   /* how far the plan reaches into a staging half */
     int64_t n_steps[PLAN_PARTS];
     const struct plan_step *steps[PLAN_PARTS];

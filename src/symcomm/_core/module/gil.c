@@ -2,7 +2,7 @@
 
 #include "sync/sync.h"
 
-_Thread_local PyThreadState *gil_released;
+THREAD_LOCAL PyThreadState *gil_released;
 
 void gil_release(void) {
     symcomm_before_waiting = NULL;

@@ -7,7 +7,7 @@
 /* Run a statement without the interpreter lock, while sync_wait() may ask now and then whether a signal handler raised.
  * `soon`: it is expected to end within microseconds, so the lock, whose release and return cost 0.13 us, is only given
  * up once it turns out that there is something to wait for. */
-extern _Thread_local PyThreadState *gil_released;
+extern THREAD_LOCAL PyThreadState *gil_released;
 int gil_check_signals(void);
 void gil_release(void);
 uint32_t gil_ask_call_site(void);

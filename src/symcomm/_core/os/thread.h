@@ -10,6 +10,10 @@
 #define THREAD_STACK ((size_t)1 << 20)        /* of a thread that only runs the core */
 #define THREAD_STACK_PYTHON ((size_t)8 << 20) /* of one that calls back into Python: as much as Python's own have */
 
+/* A thread's own, known to several files of this library, so that a function finds all of them by asking the linker
+ * once. */
+#define THREAD_LOCAL _Thread_local __attribute__((tls_model("local-dynamic")))
+
 /* name: at most 15 characters, for ps, top and debuggers. 0, or an errno: no thread was started. */
 int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *(*run)(void *), void *argument);
 

@@ -17,7 +17,7 @@
 #define POLLS_A_STEP 16     /* between two looks at the clock */
 #define WATCH_TICKS 20000   /* how long the processor watches one word, about 10 us: others may change meanwhile */
 
-_Thread_local const _Atomic int *symcomm_awaited;
+THREAD_LOCAL const _Atomic int *symcomm_awaited;
 
 /* --- pausing ------------------------------------------------------------------------------------------------------ */
 

@@ -41,4 +41,4 @@ void backoff_end(struct backoff *b, bool slept);
 
 /* Of a thread that runs operations for others: how many wait for it. NULL in all other threads. While nobody waits,
  * their own work needs the core. */
-extern _Thread_local const _Atomic int *symcomm_awaited;
+extern THREAD_LOCAL const _Atomic int *symcomm_awaited;

@@ -149,7 +149,7 @@ static void publish_condition(struct control *me, const struct condition *c) {
     atomic_thread_fence(memory_order_seq_cst);
 }
 
-_Thread_local int (*symcomm_interrupted)(void);
+THREAD_LOCAL int (*symcomm_interrupted)(void);
 
 /* After a sleep: nonzero when the caller must stop because a signal handler raised. */
 static int check_interrupt(struct group *g, bool signalled) {
@@ -158,7 +158,7 @@ static int check_interrupt(struct group *g, bool signalled) {
     return STATUS_INTERRUPTED;
 }
 
-_Thread_local uint32_t (*symcomm_call_site)(void);
+THREAD_LOCAL uint32_t (*symcomm_call_site)(void);
 
 void symcomm_note_call_site(struct flight_entry *e) {
     uint32_t site = e && symcomm_call_site ? symcomm_call_site() : 0;
@@ -193,7 +193,7 @@ static int sleep_until(struct group *g, struct condition *c, const struct deadli
     return status;
 }
 
-_Thread_local void (*symcomm_before_waiting)(void);
+THREAD_LOCAL void (*symcomm_before_waiting)(void);
 
 void symcomm_lock(pthread_mutex_t *lock) {
     if (pthread_mutex_trylock(lock) == 0) return;

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "group/group.h"
+#include "os/thread.h"
 
 struct flight_entry;
 
@@ -39,14 +40,14 @@ int sync_fail_of(struct group *g, int status, int culprit, int origin); /* what 
 int sync_aborted(struct group *g);
 
 /* Asked while a call of the main thread sleeps: nonzero when a signal handler raised. NULL elsewhere. */
-extern _Thread_local int (*symcomm_interrupted)(void);
+extern THREAD_LOCAL int (*symcomm_interrupted)(void);
 
 /* Called when a wait turns into sleep: the number of the place in the program that made the call, or 0. NULL: known. */
-extern _Thread_local uint32_t (*symcomm_call_site)(void);
+extern THREAD_LOCAL uint32_t (*symcomm_call_site)(void);
 void symcomm_note_call_site(struct flight_entry *e);
 
 /* Called before a wait that may last. NULL when there is nothing to do then. */
-extern _Thread_local void (*symcomm_before_waiting)(void);
+extern THREAD_LOCAL void (*symcomm_before_waiting)(void);
 void symcomm_lock(pthread_mutex_t *lock);
 
 /* STATUS_OK, STATUS_DEAD or STATUS_LEFT */
