@@ -30,7 +30,11 @@ class EphemeralTimeouts(HookCalls):
         """Add to what operations may take, or take that back."""
         with self._failure_lock:
             self.extended_ns += nanoseconds
-            self.timeout_ns += nanoseconds
+            self.change_timeout(self.timeout_ns + nanoseconds)
+
+    def change_timeout(self, nanoseconds: int) -> None:
+        """From now on calls that do not say otherwise may take so long."""
+        self.timeout_ns = nanoseconds
 
 
 class _Extension:

@@ -23,7 +23,7 @@ from symcomm.types import DType, RedOpType
 
 HOST_VIEWS = Views(read_buffer, write_buffer, read_list, write_list)
 SUM = RedOpType.SUM
-run_cached = native.run_cached  # (whose cache, call, root or op, input, output, ns) -> 0, a failure, or < 0: not known
+run_cached = native.run_cached  # (whose cache, call, root or op, input, output) -> 0, a failure, or < 0: not known
 _ALL_REDUCE, _REDUCE, _BROADCAST, _BARRIER = numbers_of("all_reduce", "reduce", "broadcast", "barrier")
 _REDUCE_SCATTER_SINGLE, _REDUCE_SCATTER = numbers_of("reduce_scatter_single", "reduce_scatter")
 _ALL_GATHER_SINGLE, _ALL_GATHER = numbers_of("all_gather_single", "all_gather")
@@ -50,7 +50,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
-            status = run_cached(self._cache, _ALL_REDUCE, op, tensor, tensor, self.timeout_ns)
+            status = run_cached(self._cache, _ALL_REDUCE, op, tensor, tensor)
             if status >= 0:
                 return self.raise_failure(status, "all_reduce") if status else None
             if (plain := request.plain_op(op)) is not op:
@@ -64,7 +64,7 @@ class Collectives:
         if not async_op and timeout is None:
             # request.rooted(), of which a call would take a tenth of this one's time
             detail = root << 8 | op if type(root) is int and type(op) is RedOpType else None
-            status = run_cached(self._cache, _REDUCE, detail, tensor, tensor, self.timeout_ns)
+            status = run_cached(self._cache, _REDUCE, detail, tensor, tensor)
             if status >= 0:
                 return self.raise_failure(status, "reduce") if status else None
             if (plain := request.plain_op(op)) is not op:
@@ -78,7 +78,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
-            status = run_cached(self._cache, _REDUCE_SCATTER_SINGLE, op, input, output, self.timeout_ns)
+            status = run_cached(self._cache, _REDUCE_SCATTER_SINGLE, op, input, output)
             if status >= 0:
                 return self.raise_failure(status, "reduce_scatter_single") if status else None
             if (plain := request.plain_op(op)) is not op:
@@ -92,7 +92,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
-            status = run_cached(self._cache, _REDUCE_SCATTER, op, inputs, output, self.timeout_ns)
+            status = run_cached(self._cache, _REDUCE_SCATTER, op, inputs, output)
             if status >= 0:
                 return self.raise_failure(status, "reduce_scatter") if status else None
             if (plain := request.plain_op(op)) is not op:
@@ -106,7 +106,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
-            status = run_cached(self._cache, _BROADCAST, root, tensor, tensor, self.timeout_ns)
+            status = run_cached(self._cache, _BROADCAST, root, tensor, tensor)
             if status >= 0:
                 return self.raise_failure(status, "broadcast") if status else None
         return self.execute(request.broadcast(self, tensor, root), async_op, timeout)
@@ -116,7 +116,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
-            status = run_cached(self._cache, _ALL_GATHER_SINGLE, 0, input, output, self.timeout_ns)
+            status = run_cached(self._cache, _ALL_GATHER_SINGLE, 0, input, output)
             if status >= 0:
                 return self.raise_failure(status, "all_gather_single") if status else None
         return self.execute(request.all_gather_single(self, output, input), async_op, timeout)
@@ -126,7 +126,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
-            status = run_cached(self._cache, _ALL_GATHER, 0, input, outputs, self.timeout_ns)
+            status = run_cached(self._cache, _ALL_GATHER, 0, input, outputs)
             if status >= 0:
                 return self.raise_failure(status, "all_gather") if status else None
         return self.execute(request.all_gather(self, outputs, input), async_op, timeout)
@@ -138,7 +138,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
-            status = run_cached(self._cache, _GATHER, root, input, outputs, self.timeout_ns)
+            status = run_cached(self._cache, _GATHER, root, input, outputs)
             if status >= 0:
                 return self.raise_failure(status, "gather") if status else None
         return self.execute(request.gather(self, outputs, input, root), async_op, timeout)
@@ -150,7 +150,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
-            status = run_cached(self._cache, _GATHER_SINGLE, root, input, output, self.timeout_ns)
+            status = run_cached(self._cache, _GATHER_SINGLE, root, input, output)
             if status >= 0:
                 return self.raise_failure(status, "gather_single") if status else None
         return self.execute(request.gather_single(self, output, input, root), async_op, timeout)
@@ -162,7 +162,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
-            status = run_cached(self._cache, _SCATTER, root, inputs, output, self.timeout_ns)
+            status = run_cached(self._cache, _SCATTER, root, inputs, output)
             if status >= 0:
                 return self.raise_failure(status, "scatter") if status else None
         return self.execute(request.scatter(self, output, inputs, root), async_op, timeout)
@@ -179,7 +179,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not output_splits and not input_splits and not async_op and timeout is None:
-            status = run_cached(self._cache, _ALL_TO_ALL_SINGLE, 0, input, output, self.timeout_ns)
+            status = run_cached(self._cache, _ALL_TO_ALL_SINGLE, 0, input, output)
             if status >= 0:
                 return self.raise_failure(status, "all_to_all_single") if status else None
         agree = partial(self._agree_on_splits, timeout)
@@ -254,7 +254,7 @@ class Collectives:
 
         Raises: CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
-            status = run_cached(self._cache, _BARRIER, 0, None, None, self.timeout_ns)
+            status = run_cached(self._cache, _BARRIER, 0, None, None)
             if status >= 0:
                 return self.raise_failure(status, "barrier") if status else None
         return self.execute(request.barrier(), async_op, timeout)

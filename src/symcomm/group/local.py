@@ -190,12 +190,17 @@ class LocalGroup(ProcessGroup):
             tuple([s + channels for s in starts]),
             self.arena.flight.address, self.arena.flight.add_group(self.name, self.rank, self.global_ranks),
             own_process, SPIN_COUNT, self._spin_ns, self._yield_ns, self._operations,
+            self.timeout_ns,
         )  # fmt: skip
         self._cache = self.handle
         _living.add(self)
         self._retire = weakref.finalize(self, _retire, self.handle, self.arena, self._offset, self.exposed)
         self._retire.atexit = False  # the kernel takes it all
         native.group_keep(self.handle, (self.arena, *self.peers))
+
+    def change_timeout(self, nanoseconds: int) -> None:
+        super().change_timeout(nanoseconds)
+        native.group_set_timeout(self.handle, nanoseconds)
 
     def _reserve_channels(self, start: int, end: int) -> None:
         try:

@@ -175,7 +175,7 @@ class MessageCalls(Collectives):
 
         Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
         if timeout is None and self._failure is None:  # a plain torch tensor: one call of the core
-            outcome = native.p2p_exchange(self.handle, True, peer, tag, tensor, self.timeout_ns)
+            outcome = native.p2p_exchange(self.handle, True, peer, tag, tensor)
             if type(outcome) is int:
                 return
             self._raise_failure(outcome, Message.send(tensor, peer, tag), read_buffer)
@@ -189,7 +189,7 @@ class MessageCalls(Collectives):
 
         Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
         if timeout is None and self._failure is None:
-            outcome = native.p2p_exchange(self.handle, False, peer, tag, tensor, self.timeout_ns)
+            outcome = native.p2p_exchange(self.handle, False, peer, tag, tensor)
             if type(outcome) is int:
                 return outcome
             self._raise_failure(outcome, Message.receive(tensor, peer, tag), write_buffer)

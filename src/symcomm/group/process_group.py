@@ -101,7 +101,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         return self.timeout_ns / 1e9
 
     def set_timeout(self, timeout: float | timedelta) -> None:
-        self.timeout_ns = to_ns("set_timeout", timeout) + self.extended_ns
+        self.change_timeout(to_ns("set_timeout", timeout) + self.extended_ns)
 
     @property
     def failure(self) -> errors.SymcommError | None:

@@ -139,14 +139,14 @@ class Running:
         if not self.takes_fast_path:
             return None
         core = self.core
-        status = native.run_cached_options(core.handle, call, opts, source, target, core.timeout_ns)
+        status = native.run_cached_options(core.handle, call, opts, source, target)
         if status == 0:
             return done
         detail = None
         if status == UNKNOWN:
             status, detail = read_options(call, opts)
             if status == 0:
-                status = native.run_cached(core.handle, call, detail, _single(source), _single(target), core.timeout_ns)
+                status = native.run_cached(core.handle, call, detail, _single(source), _single(target))
         if status == ASYNC:
             small = _is_small(source if target is None else target)
             return self._run_inline(call, detail, source, target, opts) if small and core.may_run_inline() else None
@@ -162,9 +162,9 @@ class Running:
         core reads ``opts``."""
         core, begun = self.core, time.monotonic()
         if detail is None:
-            status = native.run_cached_options(core.handle, call, opts, source, target, core.timeout_ns, True)
+            status = native.run_cached_options(core.handle, call, opts, source, target, True)
         else:
-            status = native.run_cached(core.handle, call, detail, _single(source), _single(target), core.timeout_ns)
+            status = native.run_cached(core.handle, call, detail, _single(source), _single(target))
         if status < 0:
             return None
         result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]

@@ -162,9 +162,10 @@ static bool describe_call(const struct group *g, PyObject *const *args, struct c
 
 /* Inlined into both of its callers: a call, with all that it passes, took 10 ns of a barrier's 460. */
 static inline __attribute__((always_inline)) int64_t run_cached_plan(struct group *g, const struct call_key *k,
-                                                                     struct call_tensors *t, int64_t timeout) {
+                                                                     struct call_tensors *t) {
     struct cached_plan *known = find(g->dispatch_cache, k);
     if (known->plan == NULL) return -1;
+    int64_t timeout = atomic_load_explicit(&g->timeout, memory_order_relaxed);
     PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
     const struct plan *plan = known->plan;
     struct origin from = {.site = known->site};
@@ -179,34 +180,33 @@ static inline __attribute__((always_inline)) int64_t run_cached_plan(struct grou
 }
 
 static PyObject *run_cached(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
-    if (n_args != 6) return PyErr_Format(PyExc_TypeError, "run_cached takes 6 arguments");
+    if (n_args != 5) return PyErr_Format(PyExc_TypeError, "run_cached takes 5 arguments");
     if (args[0] == Py_None) return PyLong_FromLong(-1);
     struct group *g = to_group(args[0]);
     if (g == NULL) return NULL;
     if (g->dispatch_cache == NULL) return PyLong_FromLong(-1);
-    int64_t status = -1, timeout = PyLong_AsLongLong(args[5]);
+    int64_t status = -1;
     struct call_key k;
     struct call_tensors t;
-    if (describe_call(g, args, &k, &t)) status = run_cached_plan(g, &k, &t, timeout);
+    if (describe_call(g, args, &k, &t)) status = run_cached_plan(g, &k, &t);
     release_tensors(&t);
     if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
 
-/* run_cached_options(group, call, options, input, output, timeout_ns, run_async=False): run_cached(), with what torch's
+/* run_cached_options(group, call, options, input, output, run_async=False): run_cached(), with what torch's
  * options object says. Where nothing was run it returns one of enum options. */
 static PyObject *run_cached_options(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
-    bool fits = n_args == 6 || n_args == 7;
+    bool fits = n_args == 5 || n_args == 6;
     struct group *g = fits ? to_group(args[0]) : NULL;
-    if (g == NULL) return fits ? NULL : PyErr_Format(PyExc_TypeError, "run_cached_options takes 6 or 7 arguments");
-    int64_t timeout = PyLong_AsLongLong(args[5]);
+    if (g == NULL) return fits ? NULL : PyErr_Format(PyExc_TypeError, "run_cached_options takes 5 or 6 arguments");
     struct call_key k = {.call = PyLong_AsLongLong(args[1]), .dtype = -1};
     if (PyErr_Occurred()) return NULL;
     int64_t status = options_read(k.call, args[2], &k.detail);
-    if (status == OPTIONS_ASYNC && n_args == 7 && args[6] == Py_True) status = OPTIONS_FAST;
+    if (status == OPTIONS_ASYNC && n_args == 6 && args[5] == Py_True) status = OPTIONS_FAST;
     if (status != OPTIONS_FAST || g->dispatch_cache == NULL) return PyLong_FromLongLong(status ? status : OPTIONS_SLOW);
     struct call_tensors t;
-    status = view_tensors(g, args[3], args[4], 1, &k, &t) ? run_cached_plan(g, &k, &t, timeout) : OPTIONS_SLOW;
+    status = view_tensors(g, args[3], args[4], 1, &k, &t) ? run_cached_plan(g, &k, &t) : OPTIONS_SLOW;
     release_tensors(&t);
     if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
@@ -238,9 +238,9 @@ static PyObject *cache_plan(PyObject *Py_UNUSED(self), PyObject *const *args, Py
 
 static PyMethodDef methods[] = {
     METHOD(run_cached, METH_FASTCALL,
-           "(group or None, call, detail, input, output, timeout_ns) -> status, or -1: take the long way"),
+           "(group or None, call, detail, input, output) -> status, or -1: take the long way"),
     METHOD(run_cached_options, METH_FASTCALL,
-           "(group, call, options, input, output, timeout_ns, run_async=False) -> status, or below 0: nothing was run"),
+           "(group, call, options, input, output, run_async=False) -> status, or below 0: nothing was run"),
     METHOD(cache_plan, METH_FASTCALL,
            "(group, call, detail, input, output, plan, site) -> whether run_cached() will know it"),
     {NULL, NULL, 0, NULL},

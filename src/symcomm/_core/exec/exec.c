@@ -303,7 +303,7 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     int status = sync_aborted(g);
     bool late = status == STATUS_MISMATCH && atomic_load(&g->control[g->rank]->abort_seq) == g->seq + 1;
     if (status && !late) return status;
-    g->seq++;
+    atomic_store_explicit(&g->seq, g->seq + 1, memory_order_release); /* with the lock held */
     struct run x = {.g = g,
                     .p = p,
                     .b = b,

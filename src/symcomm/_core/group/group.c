@@ -87,11 +87,11 @@ static PyObject *make_group(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *control, *stage, *arena, *life, *channels;
     unsigned long long flight;
     unsigned flight_group;
-    long long stage_bytes, arena_bytes, poll_ns, yield_ns;
+    long long stage_bytes, arena_bytes, poll_ns, yield_ns, timeout;
     unsigned long long seq;
-    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLLK", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage,
+    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLLKL", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage,
                           &stage_bytes, &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type,
-                          &channels, &flight, &flight_group, &own_process, &spin, &poll_ns, &yield_ns, &seq))
+                          &channels, &flight, &flight_group, &own_process, &spin, &poll_ns, &yield_ns, &seq, &timeout))
         return NULL;
     if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
@@ -99,6 +99,7 @@ static PyObject *make_group(PyObject *Py_UNUSED(self), PyObject *args) {
     if (g == NULL) return PyErr_NoMemory();
     g->spin = spin, g->poll_ns = poll_ns, g->yield_ns = yield_ns;
     atomic_init(&g->spin_now, spin);
+    atomic_init(&g->timeout, timeout);
     g->own_process = own_process;
     g->seq = seq;
     g->flight = (struct flight *)(uintptr_t)flight, g->flight_group = flight_group;
@@ -119,6 +120,14 @@ static PyObject *make_group(PyObject *Py_UNUSED(self), PyObject *args) {
     atomic_fetch_add(&life_of(g->life[rank])->cpu.joined, 1);
     atomic_store(&g->needs_core, true);
     return g->capsule = PyCapsule_New(g, GROUP_CAPSULE, drop_group);
+}
+
+static PyObject *group_set_timeout(PyObject *Py_UNUSED(self), PyObject *args) {
+    struct group *g;
+    long long timeout;
+    if (!PyArg_ParseTuple(args, "O&L", convert_group, &g, &timeout)) return NULL;
+    atomic_store(&g->timeout, timeout);
+    Py_RETURN_NONE;
 }
 
 static PyObject *group_keep(PyObject *Py_UNUSED(self), PyObject *args) {
@@ -288,7 +297,7 @@ static PyMethodDef methods[] = {
     METHOD(
         make_group, METH_VARARGS,
         "(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
-        " spin, poll_ns, yield_ns, operations so far) -> group"),
+        " spin, poll_ns, yield_ns, operations so far, timeout_ns) -> group"),
     METHOD(group_reserved, METH_VARARGS, "(group, bytes): so much of each staging half has pages."),
     METHOD(group_abort, METH_O, "(group): every rank's pending and later operations fail."),
     METHOD(group_leave, METH_O, "(group): this rank takes no further part."),
@@ -296,6 +305,7 @@ static PyMethodDef methods[] = {
     METHOD(group_announce, METH_VARARGS, "(group, looks) -> whether all are about to run the same operation"),
     METHOD(group_detach, METH_O, "(group) -> whether all have left, and its memory may be given back"),
     METHOD(group_forked, METH_O, "(group): a forked child takes no part; it is refused everything."),
+    METHOD(group_set_timeout, METH_VARARGS, "(group, ns): of calls that do not say otherwise"),
     METHOD(group_keep, METH_VARARGS, "(group, object): hold on to it as long as the group exists."),
     {NULL, NULL, 0, NULL},
 };

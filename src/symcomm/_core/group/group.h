@@ -39,6 +39,7 @@ struct group {
     _Atomic int spin_now;           /* at present: fewer where ranks share cores and peers do not answer soon */
     /* Then, before sleeping: how long to keep a core and look, or to offer it; see sync/backoff.h. */
     int64_t poll_ns, yield_ns;
+    _Atomic int64_t timeout;     /* ns, of calls that do not say otherwise */
     _Atomic int64_t next_review; /* when to count cores and ranks again */
     _Atomic bool oversubscribed; /* there were more ranks than cores then */
     _Atomic bool needs_core;     /* the rank counts as one that may need a core for it */

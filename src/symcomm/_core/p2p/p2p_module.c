@@ -68,17 +68,17 @@ static PyObject *py_wait(PyObject *Py_UNUSED(self), PyObject *args) {
     return outcome(op, status);
 }
 
-/* p2p_exchange(group, is_send, peer, tag, tensor, timeout_ns): a blocking send or receive of a tensor the core can
+/* p2p_exchange(group, is_send, peer, tag, tensor): a blocking send or receive of a tensor the core can
  * view. The peer's rank when all went well, an outcome like p2p_wait's when not, None when Python has to look. */
 static PyObject *py_exchange(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
-    struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
-    if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "p2p_exchange takes 6 arguments");
+    struct group *g = n_args == 5 ? to_group(args[0]) : NULL;
+    if (g == NULL) return n_args == 5 ? NULL : PyErr_Format(PyExc_TypeError, "p2p_exchange takes 5 arguments");
     struct tensor_view view;
     if (g->p2p == NULL || !PyLong_Check(args[2]) || !PyLong_Check(args[3]) || !tensor_view(args[4], &view))
         Py_RETURN_NONE;
     struct op wanted = {.is_send = args[1] == Py_True, .tag = PyLong_AsLongLong(args[3]), .dtype = view.dtype};
     long peer = PyLong_AsLong(args[2]);
-    int64_t timeout = PyLong_AsLongLong(args[5]);
+    int64_t timeout = atomic_load_explicit(&g->timeout, memory_order_relaxed);
     if (PyErr_Occurred() || peer >= g->world || peer < (wanted.is_send ? 0 : ANY_SOURCE)) {
         PyErr_Clear();
         Py_RETURN_NONE;
@@ -122,8 +122,7 @@ static PyObject *use_deadlock_callback(PyObject *Py_UNUSED(self), PyObject *call
 static PyMethodDef methods[] = {
     METHOD(use_deadlock_callback, METH_O,
            "(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."),
-    METHOD_AS(p2p_exchange, py_exchange, METH_FASTCALL,
-              "(group, is_send, peer, tag, tensor, timeout_ns) -> peer, outcome or None"),
+    METHOD_AS(p2p_exchange, py_exchange, METH_FASTCALL, "(group, is_send, peer, tag, tensor) -> peer, outcome or None"),
     METHOD_AS(p2p_post, py_post, METH_VARARGS,
               "(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"),
     METHOD_AS(p2p_wait, py_wait, METH_VARARGS,
