@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -289,6 +290,33 @@ def operations_aside(g: ProcessGroup) -> None:
 @needs_two_cores
 def test_an_operation_that_nobody_waits_for_leaves_the_core_to_the_ranks_own_work():
     check(run_group(operations_aside, 2))
+
+
+def looks_on_one_core(g: ProcessGroup) -> list[tuple[float, int]]:
+    """By size: how often this rank looks first, and in how many of its waits that was in vain."""
+    found = []
+    for elements in (128, 2048, 16384):
+        mine = symcomm.symm_mem.empty(elements)
+        whole = symcomm.symm_mem.empty(g.size * elements) if g.rank == 0 else None
+        states = []
+        for _ in range(300):
+            g.gather_single(whole, mine)
+            states.append(native.group_waits(g.handle))
+        in_vain = [looked + yielded + slept for looked, yielded, slept, _ in states[100:]]
+        found.append((statistics.median(looks for *_, looks in states[100:]), in_vain[-1] - in_vain[0]))
+    return found
+
+
+def test_ranks_that_need_each_others_core_do_not_look_for_long():
+    """A gather has two waits: the second is over before it begins, which is no reason to look longer in the first."""
+    os.sched_setaffinity(0, {CORES[0]})
+    try:
+        outcomes = run_group(looks_on_one_core, 2)
+    finally:
+        os.sched_setaffinity(0, CORES)
+    check(outcomes)
+    for outcome in outcomes:
+        assert all(looks <= 100 or in_vain <= 20 for looks, in_vain in outcome.value), [o.value for o in outcomes]
 
 
 def ends_while_looking(g: ProcessGroup) -> str:

@@ -82,7 +82,7 @@ static void adapt_spin(struct group *g, bool paid) {
     atomic_store_explicit(&g->spin_now, next, memory_order_relaxed);
 }
 
-void backoff_not_needed(struct group *g) { adapt_spin(g, true); }
+void backoff_look_longer(struct group *g) { adapt_spin(g, true); }
 
 static void note_core(struct group *g) {
     _Atomic int32_t *noted = &own_life(g)->cpu.core;

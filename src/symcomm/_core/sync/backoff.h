@@ -33,8 +33,8 @@ bool backoff_watch(const struct backoff *b, const void *word);
  * which has not changed since. False: it is time to sleep. */
 bool backoff_step(struct backoff *b, int missing, bool watched);
 
-/* A wait was over within the first looks, of which there are fewer than there may be. */
-void backoff_not_needed(struct group *g);
+/* A wait was over late within the first looks: more of them would be worth it. */
+void backoff_look_longer(struct group *g);
 
 /* The wait is over. */
 void backoff_end(struct backoff *b, bool slept);

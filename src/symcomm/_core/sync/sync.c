@@ -243,7 +243,7 @@ static __attribute__((noinline)) int wait_for_long(struct group *g, struct condi
 int sync_wait(struct group *g, struct condition *c, struct deadline *deadline) {
     for (int i = 0, spins = spins_now(g); i < spins; i++) {
         if (holds(g, g->rank, c)) {
-            if (spins != g->spin) backoff_not_needed(g);
+            if (i > spins / 2) backoff_look_longer(g);
             return STATUS_OK;
         }
         cpu_relax();
