@@ -435,3 +435,24 @@ def _few_attributes(g: ProcessGroup) -> int:
 def test_python_need_not_search_a_groups_dictionary():
     """With thirty attributes there, each call of a method takes 0.05 us longer (CPython 3.11 to 3.13)."""
     assert max(threads(_few_attributes)) <= 20
+
+
+def _changed_timeout(g: ProcessGroup) -> None:
+    x = torch.ones(2)
+    for _ in range(2):
+        g.all_reduce(x)
+    g.set_timeout(0.3)
+    if g.rank == 1:
+        time.sleep(1.5)
+        return
+
+    def late() -> None:
+        with pytest.raises(errors.DeadlineError, match="after 300 ms"):
+            g.all_reduce(x)
+
+    assert ways_of(g, late) == SHORT
+    assert x.tolist() == [4.0, 4.0]
+
+
+def test_a_call_that_the_core_makes_alone_has_the_groups_present_timeout():
+    threads(_changed_timeout)
