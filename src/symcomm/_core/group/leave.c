@@ -35,7 +35,7 @@ void visit_end(struct visit *v) {
 
 static void wake_own(struct group *g) {
     struct control *me = g->control[g->rank];
-    atomic_store(&me->sleeping, 0);
+    atomic_store(&me->sleeping, AWAKE);
     atomic_fetch_add(&me->doorbell, 1);
     futex_wake(&me->doorbell, INT32_MAX);
     atomic_fetch_add(&me->p2p_doorbell, 1);

@@ -11,6 +11,8 @@
 #include "sync/cores.h"
 
 #define LEAST_SPIN 20
+#define VAIN_NS 1000        /* a yield that is over sooner found nobody who wanted the core */
+#define LONGEST_YIELD 16    /* times yield_ns: how long it is worth offering a core that others do want */
 #define SOON_NS 2000        /* an answer this soon after we stopped looking: worth looking longer */
 #define REVIEW_NS 100000000 /* how often cores and ranks are counted again, at most: it takes 1 us, 20 with quotas */
 #define OFFER_NS 50000      /* how often a rank that keeps its core asks whether a peer was left waiting for it */
@@ -107,6 +109,7 @@ void backoff_begin(struct backoff *b, struct group *g, int64_t deadline) {
     int64_t until = now + (keeps ? g->poll_ns : g->yield_ns);
     *b = (struct backoff){.g = g, .start = now, .now = now, .keeps_core = keeps, .offer_at = now};
     b->until = deadline && deadline < until ? deadline : until;
+    b->deadline = deadline;
     if (!oversubscribed) atomic_store_explicit(&g->spin_now, g->spin, memory_order_relaxed);
     note_core(g);
 }
@@ -117,19 +120,46 @@ bool backoff_watch(const struct backoff *b, const void *word) {
     return watches;
 }
 
+/* Whether a rank, or whom it sleeps for in turn, sleeps for a message of mine: I wait, so mine was sent. */
+static bool sleeps_for_my_message(const struct group *g, int rank) {
+    for (int i = 0; i < g->world && rank >= 0 && rank < g->world; i++) {
+        rank = (atomic_load_explicit(&g->control[rank]->p2p_awaits, memory_order_relaxed) >> 1) - 2;
+        if (rank == g->rank) return true;
+    }
+    return false;
+}
+
+/* Whether a peer slept, was rung for, and does not run yet. */
+static bool is_being_woken(const struct group *g, int rank) {
+    if (rank < 0) return false;
+    return atomic_load_explicit(&g->control[rank]->sleeping, memory_order_relaxed) == RUNG ||
+           sleeps_for_my_message(g, rank);
+}
+
+/* Whether to go on offering the core instead of sleeping. While others use it that costs nothing, and with many ranks a
+ * core it takes long until each had its turn. A peer that is being woken comes soon; if it found us asleep, it would
+ * sleep in turn before we run again: one disturbance, and every later operation would wait for somebody to be woken.
+ * Else the peer computes, maybe behind others who could have this core. */
+static bool is_worth_offering(struct backoff *b, int missing) {
+    int64_t last = b->start + LONGEST_YIELD * b->g->yield_ns;
+    if (b->deadline && b->deadline < last) last = b->deadline;
+    if (is_being_woken(b->g, missing)) b->until = last;
+    return b->now < last && (b->now < b->until || b->now - b->start > b->yields * VAIN_NS);
+}
+
 /* Until the core may be kept after all, since whoever needed it waits now. */
-static bool offer(struct backoff *b) {
+static bool offer(struct backoff *b, int missing) {
     sched_yield();
+    b->yields++;
     b->now = symcomm_now_ns();
-    bool more = b->now < b->until;
-    if (more && symcomm_awaited && !atomic_load_explicit(&b->g->oversubscribed, memory_order_relaxed) &&
-        !nobody_waits())
+    if (b->now >= b->until && !is_worth_offering(b, missing)) return false;
+    if (symcomm_awaited && !atomic_load_explicit(&b->g->oversubscribed, memory_order_relaxed) && !nobody_waits())
         b->keeps_core = true, b->until = b->start + b->g->poll_ns;
-    return more;
+    return true;
 }
 
 bool backoff_step(struct backoff *b, int missing, bool watched) {
-    if (!b->keeps_core) return offer(b);
+    if (!b->keeps_core) return offer(b, missing);
     if (watched) watch_rest();
     else pause_for_long();
     if (!watched && ++b->looks % POLLS_A_STEP != 0) return true;

@@ -2,7 +2,7 @@
  *
  * A rank that has a core of its own keeps looking for some milliseconds: nobody it waits for needs that core, and once
  * it is given away, whoever else is there may keep it for a whole time slice. With more ranks than cores it offers the
- * core for a moment instead. In both cases it sleeps then.
+ * core for a moment instead, or for longer while others use it or a peer is being woken. In both cases it sleeps then.
  *
  *     backoff_begin(&b, g, deadline);
  *     do {
@@ -17,7 +17,9 @@
 struct backoff {
     struct group *g;
     int64_t start, now; /* ns, CLOCK_MONOTONIC */
-    int64_t until;      /* then it is time to sleep */
+    int64_t until;      /* then it is time to sleep, or to ask whether it is */
+    int64_t deadline;   /* 0: none */
+    int64_t yields;     /* so far */
     int64_t offer_at;   /* when to ask whether the missing rank waits for this very core */
     bool keeps_core;
     unsigned looks;

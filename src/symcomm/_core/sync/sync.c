@@ -43,14 +43,15 @@ void sync_wake_peers(struct group *g) {
     atomic_thread_fence(memory_order_seq_cst);
     for (int r = 0; r < g->world; r++) {
         struct control *peer = g->control[r];
-        if (r == g->rank || !atomic_load_explicit(&peer->sleeping, memory_order_acquire)) continue;
+        if (r == g->rank || atomic_load_explicit(&peer->sleeping, memory_order_acquire) != ASLEEP) continue;
         struct condition c = {
             .kind = (enum wait_kind)atomic_load_explicit(&peer->wait_kind, memory_order_relaxed),
             .who = atomic_load_explicit(&peer->wait_who, memory_order_relaxed),
             .target = atomic_load_explicit(&peer->wait_target, memory_order_relaxed),
         };
         if (c.who < 0 || c.who >= g->world || !holds(g, r, &c)) continue;
-        if (atomic_exchange_explicit(&peer->sleeping, 0, memory_order_acq_rel)) ring(peer);
+        uint32_t asleep = ASLEEP;
+        if (atomic_compare_exchange_strong(&peer->sleeping, &asleep, RUNG)) ring(peer);
     }
 }
 
@@ -66,7 +67,7 @@ int sync_aborted(struct group *g) {
 }
 
 static void wake(struct control *block) {
-    atomic_store(&block->sleeping, 0);
+    atomic_store(&block->sleeping, AWAKE);
     ring(block);
     atomic_fetch_add(&block->p2p_doorbell, 1);
     futex_wake(&block->p2p_doorbell, INT32_MAX);
@@ -145,7 +146,7 @@ static void publish_condition(struct control *me, const struct condition *c) {
     atomic_store_explicit(&me->wait_kind, (uint32_t)c->kind, memory_order_relaxed);
     atomic_store_explicit(&me->wait_who, c->who, memory_order_relaxed);
     atomic_store_explicit(&me->wait_target, c->target, memory_order_relaxed);
-    atomic_store_explicit(&me->sleeping, 1, memory_order_release);
+    atomic_store_explicit(&me->sleeping, ASLEEP, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
 }
 
@@ -189,7 +190,7 @@ static int sleep_until(struct group *g, struct condition *c, const struct deadli
         bool signalled = futex_wait(&me->doorbell, seen, left < SLICE_NS ? left : SLICE_NS) < 0 && errno == EINTR;
         if ((status = check_interrupt(g, signalled))) break;
     }
-    atomic_store_explicit(&me->sleeping, 0, memory_order_relaxed);
+    atomic_store_explicit(&me->sleeping, AWAKE, memory_order_relaxed);
     return status;
 }
 
