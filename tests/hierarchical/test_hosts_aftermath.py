@@ -107,8 +107,10 @@ def test_what_a_sender_overwrites_after_its_deadline_is_no_result(tmp_path, way)
     assert said != "nothing" or wrong == 0, f"returned with {wrong:.0%} wrong elements"
 
 
-def _receiver_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str, list[float]]:
-    """Rank 0 stops in the middle of sending; rank 1's deadline passes, and it uses its tensor for something else."""
+def _receiver_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str, bool, list[float]]:
+    """Rank 0 stops in the middle of sending; rank 1's deadline passes, and it uses its tensor for something else.
+
+    Also says whether all had come before: a busy machine may stop rank 0 too late."""
     import torch
 
     from symcomm.hierarchical import p2p
@@ -130,21 +132,25 @@ def _receiver_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str,
     except errors.SymcommError as error:
         said = type(error).__name__
     if rank == 0:
-        return said, []
-    pid = group.peer_info[0]["pid"]
+        return said, False, []
+    pid, whole = group.peer_info[0]["pid"], said == "nothing" and bool((tensor == 1.0).all())
     try:
         _await_stop(pid)
         tensor.fill_(5.0)
     finally:
         os.kill(pid, signal.SIGCONT)
     time.sleep(1.5)
-    return said, torch.unique(tensor).tolist()
+    return said, whole, torch.unique(tensor).tolist()
 
 
 @pytest.mark.parametrize("way", ["collective", "message"])
 def test_nothing_is_written_to_a_receivers_tensor_after_its_deadline(tmp_path, way):
-    _, (said, values) = run_ranks(_receiver_gives_up, 2, str(tmp_path / "store"), way, linger=False)
-    assert said == "DeadlineError" and values == [5.0]
+    for trial in range(5):
+        _, (said, whole, values) = run_ranks(_receiver_gives_up, 2, str(tmp_path / f"store{trial}"), way, linger=False)
+        assert values == [5.0]
+        if not whole:
+            break
+    assert said == "DeadlineError"
 
 
 # --- shortages ----------------------------------------------------------------------------------------------------
