@@ -286,6 +286,29 @@ def test_a_caller_does_not_wait_for_ever_for_its_tensors(monkeypatch: pytest.Mon
     run_troubled(rank_main, monkeypatch)
 
 
+def test_a_gpu_that_broke_because_a_rank_is_gone_says_so(monkeypatch: pytest.MonkeyPatch):
+    class Broken(Event):
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> None:
+        if group.rank == 0:
+            work = work_behind(failures, Broken())
+            with pytest.raises(RuntimeError, match="illegal memory access"):  # nobody is gone: it is CUDA's own
+                work.wait(5.0)
+        sync()
+        if group.rank == 2:
+            group.destroy()
+        sync()
+        if group.rank == 0:
+            failures.watchdog.sequence._barriers.count = 1  # rank 2 is waited for
+            with pytest.raises(errors.RankFailedError, match=r"rank 2 .pid \d+. left the group while the GPU waited"):
+                work.wait(5.0)
+        sync()
+
+    run_troubled(rank_main, monkeypatch)
+
+
 def test_a_failure_that_nobody_can_word_is_no_success(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(failure_module, "VERDICT_S", 0.05)
     monkeypatch.setattr(Watchdog, "wake", lambda watchdog: None)

@@ -10,16 +10,17 @@ stopped, and the rank's own works have ended, or after LEAVE_S: see docs/explana
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
 from symcomm.cuda.departure import Departure
-from symcomm.cuda.watchdog import Outstanding, Watchdog
+from symcomm.cuda.watchdog import POLL_S, Outstanding, Watchdog
 from symcomm.errors import format_ranks, format_seconds
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
@@ -87,6 +88,21 @@ class CudaFailures:
             raise core.unusable_error()
         self._raised = True
         raise error
+
+    @contextlib.contextmanager
+    def name_cause(self) -> Iterator[None]:
+        """Where CUDA itself may raise: if a rank has died, that is why. Under MPS it takes the others' GPU with it."""
+        try:
+            yield
+        except errors.SymcommError:
+            raise
+        except RuntimeError:
+            end = time.monotonic() + VERDICT_S
+            while self.gone() and time.monotonic() < end:  # the watchdog will have seen it soon
+                self.watchdog.wake()
+                self.raise_if_failed()
+                time.sleep(POLL_S)
+            raise
 
     def check_usable(self, call: str, may_be_captured: bool = False) -> None:
         import torch

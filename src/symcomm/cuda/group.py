@@ -528,12 +528,17 @@ class CudaGroup(CudaExecution):
     @devices.on_its_device
     def synchronize(self, timeout: Timeout = None) -> None:
         """The host waits until the GPU has done all operations of this group; raises if one of them failed."""
-        import torch
-
         seconds = self.core.timeout if timeout is None else to_ns("synchronize", timeout) / 1e9
         end = time.monotonic() + seconds
         for work in list(self.pending):
             work.await_queued(max(0.001, end - time.monotonic()))
+        with self.failures.name_cause():
+            self._await_streams(end, seconds)
+        self.failures.raise_if_failed()
+
+    def _await_streams(self, end: float, seconds: float) -> None:
+        import torch
+
         with self._lock:
             event = torch.cuda.Event()
             if self._last is not None:
@@ -542,7 +547,6 @@ class CudaGroup(CudaExecution):
             if time.monotonic() > end:
                 raise errors.deadline(f"synchronize on group {self.name!r}", seconds)
             time.sleep(0.0002)
-        self.failures.raise_if_failed()
 
     def finish(self, timeout: float = 10.0) -> None:
         """Before this rank leaves: let the GPU do what peers may wait for. What fails here fails for them too."""

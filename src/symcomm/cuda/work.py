@@ -128,6 +128,10 @@ class CudaWork(StreamWork):
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """The current stream waits for the result. With a ``timeout`` the host does, and raises when that passes."""
+        with self._failures.name_cause():
+            return self._wait(timeout)
+
+    def _wait(self, timeout: float | timedelta | None) -> bool:
         import torch
 
         given = to_ns("wait", timeout) / 1e9 if timeout else None
@@ -161,10 +165,11 @@ class CudaWork(StreamWork):
 
     def synchronize(self) -> None:
         """The host waits until the result is there."""
-        self.wait()
-        while not self.is_completed():
-            time.sleep(POLL_S)
-        self._raise()
+        with self._failures.name_cause():
+            self._wait(None)
+            while not self.is_completed():
+                time.sleep(POLL_S)
+            self._raise()
 
     def result(self) -> list[Any]:
         self.wait()
