@@ -1,4 +1,5 @@
-"""Programs that are forked from a process with torch (tests/support/loaded.py) do what fresh ones do."""
+"""Programs that are forked from a process with torch (tests/support/loaded.py) do what fresh ones do; ranks that do not
+end (tests/support/ranks.py) say where they are."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.support import loaded
+from tests.support.ranks import run_ranks
 
 STARTS = """
 import atexit, os, subprocess, sys
@@ -74,3 +77,13 @@ def test_one_that_is_late_is_killed_and_what_it_said_is_known():
 def test_torch_is_there():
     done = loaded.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"], timeout=60)
     assert done.stdout == f"{importlib.util.find_spec('torch') is not None}\n"
+
+
+def _hangs_in_this_function(rank: int, world: int) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("start", ["forkserver", "fork"])
+def test_a_rank_that_is_stuck_says_where(start: str):
+    [outcome] = run_ranks(_hangs_in_this_function, 1, deadline=3, outcomes=True, start=start)
+    assert outcome.kind == "stuck" and "in _hangs_in_this_function" in outcome.text, outcome

@@ -12,6 +12,7 @@ themselves, as do those that ``run_ranks`` starts another way.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
@@ -22,9 +23,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 LINGER = 60.0  # seconds at most
+STACKS, ASK_STACKS = "stacks-of-a-test", signal.SIGRTMAX
 START = "SYMCOMM_TESTS_START"  # how to start ranks where a call does not say
 # Whoever is the first to start a process this way decides for all of them what is loaded.
 mp.get_context("forkserver").set_forkserver_preload(["tests.support.preloaded"])
@@ -93,10 +96,22 @@ def _outcome(fn: Callable, rank: int, args: tuple) -> bytes:
 def _child(fn: Callable, rank: int, args: tuple, end: Any, environment: dict[str, str] | None, linger: bool) -> None:
     if environment is not None:
         become(environment)
+    faulthandler.register(ASK_STACKS, os.memfd_create(STACKS))
     end.send_bytes(_outcome(fn, rank, args))
     if linger:
         end.poll(LINGER)
     end.close()
+
+
+def _stacks(pid: int) -> str:
+    """Where a rank is that does not end, thread by thread."""
+    try:
+        os.kill(pid, ASK_STACKS)
+        time.sleep(0.3)
+        files = [Path(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+        return "\n".join(file.read_text() for file in files if STACKS in os.readlink(file))
+    except OSError as error:
+        return f"not known where: {error}"
 
 
 class _Copy:
@@ -167,12 +182,13 @@ class Crowd:
                 ready = wait([mine for rank, mine in enumerate(self._ends) if rank not in said], timeout=left)
                 said |= {rank: _said(mine) for rank, mine in enumerate(self._ends) if mine in ready}
         finally:  # also where the test was ended: nobody may be left, stopped or spinning
+            stuck = {rank: _stacks(pid) for rank, pid in enumerate(self.pids) if rank not in said}
             for mine in self._ends:
                 mine.close()
             codes = [self._end(rank, 5 if rank in said else 0) for rank in range(len(self._ends))]
         late = f"still running after {deadline} s"
         return [
-            (said[rank] or _died(rank, code)) if rank in said else Outcome(rank, "stuck", text=late)
+            (said[rank] or _died(rank, code)) if rank in said else Outcome(rank, "stuck", text=f"{late}\n{stuck[rank]}")
             for rank, code in enumerate(codes)
         ]
 
