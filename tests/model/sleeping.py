@@ -23,11 +23,11 @@ from tests.model.explorer import (
     futex_wake,
     load,
     store,
-    swap,
 )
 from tests.model.weak import Weak
 
 Steps = Generator[Step, Any, Any]
+AWAKE, ASLEEP, RUNG = range(3)
 WORDS = ("seq", "sleeping", "target", "doorbell", "abort", "life")
 
 # what is left out of the core, by name; each must be found
@@ -63,10 +63,12 @@ def wake_peers(rank: int, world: int, without: str) -> Steps:
     if without != "signaller without a fence":
         yield fence()
     for r in range(world):
-        if r == rank or not (yield load(("sleeping", r), ACQUIRE)):
+        if r == rank or (yield load(("sleeping", r), ACQUIRE)) != ASLEEP:
             continue
         target = yield load(("target", r))
-        if (yield from arrived(rank, r, target, world)) and (yield swap(("sleeping", r), 0)):
+        if not (yield from arrived(rank, r, target, world)):
+            continue
+        if (yield compare_and_swap(("sleeping", r), ASLEEP, RUNG)):
             yield from ring(r, without)
 
 
@@ -76,7 +78,7 @@ def fail(rank: int, world: int, without: str) -> Steps:
         peer = (rank + i) % world
         yield compare_and_swap(("abort", peer), 0, 1)
         if without != "failure does not ring":
-            yield store(("sleeping", peer), 0, RELEASE)
+            yield store(("sleeping", peer), AWAKE, RELEASE)
             yield from ring(peer, without)
 
 
@@ -100,7 +102,7 @@ def sleep_until(rank: int, target: int, world: int, without: str) -> Steps:
         late = without == "doorbell read late"
         seen = None if late else (yield load(("doorbell", rank), ACQUIRE))
         yield store(("target", rank), target)
-        yield store(("sleeping", rank), 1, RELEASE)
+        yield store(("sleeping", rank), ASLEEP, RELEASE)
         if without != "sleeper without a fence":
             yield fence()
         if without != "no second look" and (yield from arrived(rank, rank, target, world)):
@@ -117,7 +119,7 @@ def sleep_until(rank: int, target: int, world: int, without: str) -> Steps:
             seen = yield load(("doorbell", rank), ACQUIRE)
         yield from futex_wait(("doorbell", rank), seen)
         seen = None
-    yield store(("sleeping", rank), 0)
+    yield store(("sleeping", rank), AWAKE)
     return result
 
 
