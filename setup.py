@@ -5,9 +5,11 @@ builds the extension with those sanitizers.
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 CORE = Path("src/symcomm/_core")
 
@@ -20,7 +22,24 @@ if sanitize := os.environ.get("SYMCOMM_SANITIZE"):
     compile_args += flags
     link_args += flags
 
+
+class BuildSideBySide(build_ext):
+    """Compiles as many sources at once as there are cores."""
+
+    def build_extensions(self) -> None:
+        compile_some = self.compiler.compile
+
+        def compile_all(sources, *args, **more):
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                objects = pool.map(lambda source: compile_some([source], *args, **more), sources)
+                return [one for some in objects for one in some]
+
+        self.compiler.compile = compile_all
+        super().build_extensions()
+
+
 setup(
+    cmdclass={"build_ext": BuildSideBySide},
     ext_modules=[
         Extension(
             "symcomm._core._native",
