@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 CHECKS = re.findall(r"^@check\ndef (\w+)", (Path(__file__).parent / "checks.py").read_text(), re.MULTILINE)
 
 
-COMPILING = 300.0  # seconds: where the driver's cache has none of the kernels yet, 110 were not always enough
+COMPILING = 300.0  # seconds: all kernels are compiled where the driver's cache has none yet
 
 
 def run_all(rank: int, world: int, store: str) -> dict[str, str]:
