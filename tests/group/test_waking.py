@@ -1,11 +1,10 @@
-"""Ranks that share cores, where it takes long until one that was woken runs: no disturbance leaves them asleep in every
+"""Ranks that share cores, where a rank that was woken takes long to run: no disturbance leaves them asleep in every
 call. Judged by the group's own counts of waits that ended in sleep, never by how long they took.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,21 +12,18 @@ from pathlib import Path
 import pytest
 
 from tests.support import waking_ranks
+from tests.support.compiler import compile_c
 
 pytestmark = pytest.mark.unused_process
 
 SOURCE = Path(__file__).parent / "slow_waking.c"
-COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
 @pytest.fixture(scope="module")
 def slow_waking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a program whose sleepers run 300 us after they were woken."""
-    if COMPILER is None:
-        pytest.skip("no C compiler (cc, gcc or clang)")
-    library = tmp_path_factory.mktemp("waking") / "slow_waking.so"
-    flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([*COMPILER.split(), *flags, str(SOURCE), "-o", str(library), "-ldl"], check=True, timeout=60)
+    target = tmp_path_factory.mktemp("waking") / "slow_waking.so"
+    library = compile_c(SOURCE, target, "-std=gnu11", "-shared", "-fPIC", "-ldl")
     return {**os.environ, "LD_PRELOAD": str(library)}
 
 

@@ -10,12 +10,11 @@ stopped, and the rank's own works have ended, or after LEAVE_S: see docs/explana
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from symcomm import errors
 from symcomm._core import native
@@ -26,6 +25,7 @@ from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
 
 LEAVE_S = 2.0  # the longest that a caller's error waits for peers: a kernel of theirs that has begun takes milliseconds
+CAUSE_S = 1.0  # how long the watchdog has to see why CUDA raised an error
 VERDICT_S = 10.0  # the longest that a caller waits for the watchdog, which looks every 10 ms
 
 
@@ -89,20 +89,15 @@ class CudaFailures:
         self._raised = True
         raise error
 
-    @contextlib.contextmanager
-    def name_cause(self) -> Iterator[None]:
-        """Where CUDA itself may raise: if a rank has died, that is why. Under MPS it takes the others' GPU with it."""
-        try:
-            yield
-        except errors.SymcommError:
-            raise
-        except RuntimeError:
-            end = time.monotonic() + VERDICT_S
-            while self.gone() and time.monotonic() < end:  # the watchdog will have seen it soon
+    def raise_cause(self, error: RuntimeError) -> NoReturn:
+        """CUDA itself raised ``error``: if a rank has died, that is why, since under MPS it takes the GPU from all."""
+        if not isinstance(error, errors.SymcommError):
+            end = time.monotonic() + CAUSE_S
+            while self.gone() and time.monotonic() < end:
                 self.watchdog.wake()
                 self.raise_if_failed()
                 time.sleep(POLL_S)
-            raise
+        raise error
 
     def check_usable(self, call: str, may_be_captured: bool = False) -> None:
         import torch

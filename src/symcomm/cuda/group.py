@@ -532,8 +532,10 @@ class CudaGroup(CudaExecution):
         end = time.monotonic() + seconds
         for work in list(self.pending):
             work.await_queued(max(0.001, end - time.monotonic()))
-        with self.failures.name_cause():
+        try:
             self._await_streams(end, seconds)
+        except RuntimeError as error:
+            self.failures.raise_cause(error)
         self.failures.raise_if_failed()
 
     def _await_streams(self, end: float, seconds: float) -> None:

@@ -128,8 +128,10 @@ class CudaWork(StreamWork):
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """The current stream waits for the result. With a ``timeout`` the host does, and raises when that passes."""
-        with self._failures.name_cause():
+        try:
             return self._wait(timeout)
+        except RuntimeError as error:
+            self._failures.raise_cause(error)
 
     def _wait(self, timeout: float | timedelta | None) -> bool:
         import torch
@@ -165,11 +167,13 @@ class CudaWork(StreamWork):
 
     def synchronize(self) -> None:
         """The host waits until the result is there."""
-        with self._failures.name_cause():
+        try:
             self._wait(None)
             while not self.is_completed():
                 time.sleep(POLL_S)
             self._raise()
+        except RuntimeError as error:
+            self._failures.raise_cause(error)
 
     def result(self) -> list[Any]:
         self.wait()

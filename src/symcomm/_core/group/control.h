@@ -30,7 +30,7 @@ struct record {
     _Atomic uint32_t length[2];
 };
 
-/* Whether a rank sleeps until its condition holds. RUNG: it does by now, the rank is being woken. */
+/* Whether a rank sleeps until its condition holds. RUNG: it holds now, and the rank is being woken. */
 enum sleep_state { AWAKE, ASLEEP, RUNG };
 
 struct control {
@@ -38,7 +38,7 @@ struct control {
     _Alignas(64) _Atomic uint64_t progress;  /* seq << PLAN_SIGNAL_BITS | signal */
     _Alignas(64) _Atomic uint64_t announced; /* the operation that the owner is about to run in its caller's thread */
     _Alignas(64) _Atomic uint32_t doorbell;  /* futex */
-    _Atomic uint32_t sleeping;               /* enum sleep_state, until the condition below holds */
+    _Atomic uint32_t sleeping;               /* enum sleep_state: until the condition below holds */
     _Atomic uint32_t wait_kind;
     _Atomic int32_t wait_who;
     _Atomic uint64_t wait_target;

@@ -136,10 +136,10 @@ static bool is_being_woken(const struct group *g, int rank) {
            sleeps_for_my_message(g, rank);
 }
 
-/* Whether to go on offering the core instead of sleeping. While others use it that costs nothing, and with many ranks a
- * core it takes long until each had its turn. A peer that is being woken comes soon; if it found us asleep, it would
- * sleep in turn before we run again: one disturbance, and every later operation would wait for somebody to be woken.
- * Else the peer computes, maybe behind others who could have this core. */
+/* Whether to go on offering the core instead of sleeping. While others use the core that costs nothing, and with many
+ * ranks per core it takes a while until each has had its turn. A peer that is being woken will run soon; if it found us
+ * asleep, it would fall asleep before we run again, and from then on every operation would wait for a rank to be woken.
+ * Otherwise the peer is computing, and a rank that waits for its core may need this one. */
 static bool is_worth_offering(struct backoff *b, int missing) {
     int64_t last = b->start + LONGEST_YIELD * b->g->yield_ns;
     if (b->deadline && b->deadline < last) last = b->deadline;
