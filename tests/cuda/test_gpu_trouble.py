@@ -14,7 +14,7 @@ from symcomm import errors
 from symcomm.cuda import failure as failure_module
 from symcomm.cuda import flag_words as flag_words_module
 from symcomm.cuda import pool as pool_module
-from symcomm.cuda.failure import CudaFailures
+from symcomm.cuda.failure import CudaFailures, explain_cuda_errors
 from symcomm.cuda.flag_words import FlagWords, flag_words_bytes, is_behind
 from symcomm.cuda.pool import Pool, hold
 from symcomm.cuda.watchdog import CollectiveSequence, Outstanding, Watchdog
@@ -304,6 +304,38 @@ def test_a_gpu_that_broke_because_a_rank_is_gone_says_so(monkeypatch: pytest.Mon
             failures.watchdog.sequence._barriers.count = 1  # rank 2 is waited for
             with pytest.raises(errors.RankFailedError, match=r"rank 2 .pid \d+. left the group while the GPU waited"):
                 work.wait(5.0)
+        sync()
+
+    run_troubled(rank_main, monkeypatch)
+
+
+def test_a_gpu_that_breaks_in_a_call_names_the_dead_rank_though_nothing_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+    class Caller:
+        def __init__(self, failures: CudaFailures):
+            self.failures = failures
+            self.calls = 0
+
+        @explain_cuda_errors
+        def all_reduce(self) -> None:
+            self.calls += 1
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> None:
+        caller = Caller(failures)
+        if group.rank == 0:
+            with pytest.raises(RuntimeError, match="illegal memory access"):  # nobody is gone: it is CUDA's own
+                caller.all_reduce()
+        sync()
+        if group.rank == 2:
+            group.destroy()
+        sync()
+        if group.rank == 0:
+            monkeypatch.setattr(failures.departure, "dead", lambda: {2})  # ranks that are threads can only leave
+            with pytest.raises(errors.RankFailedError, match=r"all_reduce on cuda:0 .* rank 2 .* left the group"):
+                caller.all_reduce()
+            with pytest.raises(errors.GroupUnusableError, match="rank 2"):
+                caller.all_reduce()
+            assert caller.calls == 2  # a group that has failed is refused before CUDA is asked
         sync()
 
     run_troubled(rank_main, monkeypatch)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import signature_count
+from symcomm.cuda.failure import CudaFailures, explain_cuda_errors
 from symcomm.cuda.tensor_views import tensor_view, tensor_view_list
 from symcomm.group.facade import SUM, Collectives
 from symcomm.group.p2p import ANY_SOURCE
@@ -60,6 +61,7 @@ class CudaExecution(Collectives):
     """Mixed into CudaGroup."""
 
     core: Any
+    failures: CudaFailures
     collectives: Any
     messages: Any
     limits: Any
@@ -74,10 +76,15 @@ class CudaExecution(Collectives):
 
     def all_reduce(self, tensor: Any, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Combine ``tensor`` over all ranks, in place."""
-        if not async_op and timeout is None and self._run_fast_path(tensor, plain_op(op)):
-            return None
+        if not async_op and timeout is None:
+            try:
+                if self._run_fast_path(tensor, plain_op(op)):
+                    return None
+            except RuntimeError as error:
+                self.failures.raise_cause(error, "all_reduce")
         return super().all_reduce(tensor, op, async_op, timeout)
 
+    @explain_cuda_errors
     def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Any:
         """Meet the others, and put what was asked for into a stream."""
         request.keep_apart(self.rank, self.size)

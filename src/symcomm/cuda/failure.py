@@ -10,11 +10,12 @@ stopped, and the rank's own works have ended, or after LEAVE_S: see docs/explana
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from symcomm import errors
 from symcomm._core import native
@@ -23,6 +24,8 @@ from symcomm.cuda.watchdog import POLL_S, Outstanding, Watchdog
 from symcomm.errors import format_ranks, format_seconds
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
+
+Result = TypeVar("Result")
 
 LEAVE_S = 2.0  # the longest that a caller's error waits for peers: a kernel of theirs that has begun takes milliseconds
 CAUSE_S = 1.0  # how long the watchdog has to see why CUDA raised an error
@@ -89,12 +92,12 @@ class CudaFailures:
         self._raised = True
         raise error
 
-    def raise_cause(self, error: RuntimeError) -> NoReturn:
+    def raise_cause(self, error: RuntimeError, call: str) -> NoReturn:
         """CUDA itself raised ``error``: if a rank has died, that is why, since under MPS it takes the GPU from all."""
-        if not isinstance(error, errors.SymcommError):
-            end = time.monotonic() + CAUSE_S
-            while self.gone() and time.monotonic() < end:
-                self.watchdog.wake()
+        if not isinstance(error, errors.SymcommError) and self.gone():
+            now = time.monotonic()
+            self.watchdog.add(Outstanding(call, self._dead, lambda _: None, now, float("inf")))
+            while time.monotonic() < now + CAUSE_S:
                 self.raise_if_failed()
                 time.sleep(POLL_S)
         raise error
@@ -102,15 +105,23 @@ class CudaFailures:
     def check_usable(self, call: str, may_be_captured: bool = False) -> None:
         import torch
 
-        self.raise_if_failed()
-        core = self._core()
-        if core is not None and core.failure is not None:
-            core.check_usable()
-        if not may_be_captured and torch.cuda.is_current_stream_capturing():
+        self.check_group()
+        try:
+            is_captured = torch.cuda.is_current_stream_capturing()
+        except RuntimeError as error:
+            self.raise_cause(error, call)
+        if is_captured and not may_be_captured:
             raise errors.CallerError(
                 f"{call}: a CUDA graph is being captured, and cannot hold it: ranks synchronize on the host for it. "
                 "Call it outside of the graph."
             )
+
+    def check_group(self) -> None:
+        """Raise if the group has failed; asks CUDA nothing, which may have errors of its own by then."""
+        self.raise_if_failed()
+        core = self._core()
+        if core is not None:
+            core.check_usable()
 
     def watch_captured(self) -> None:
         """Replays of a CUDA graph do not show on the host: look for dead ranks from now on, whatever is under way."""
@@ -266,6 +277,22 @@ class CudaFailures:
             "what those ranks run on their GPU, or give a longer timeout to the call.",
             ranks,
         )
+
+
+def explain_cuda_errors(method: Callable[..., Result]) -> Callable[..., Result]:
+    """For methods of objects that have ``failures``: CUDA's own errors in them name the rank whose death caused them,
+    and a group that has failed is refused before CUDA is asked anything."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **more: Any) -> Result:
+        failures: CudaFailures = self.failures
+        failures.check_group()
+        try:
+            return method(self, *args, **more)
+        except RuntimeError as error:
+            failures.raise_cause(error, method.__name__)
+
+    return run
 
 
 _known: weakref.WeakKeyDictionary[ProcessGroup, dict[int, CudaFailures]] = weakref.WeakKeyDictionary()

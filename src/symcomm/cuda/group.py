@@ -535,7 +535,7 @@ class CudaGroup(CudaExecution):
         try:
             self._await_streams(end, seconds)
         except RuntimeError as error:
-            self.failures.raise_cause(error)
+            self.failures.raise_cause(error, "synchronize")
         self.failures.raise_if_failed()
 
     def _await_streams(self, end: float, seconds: float) -> None:

@@ -22,7 +22,7 @@ from symcomm._core import native
 from symcomm.cuda import devices
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.driver import HANDLE_BYTES, driver
-from symcomm.cuda.failure import CudaFailures, failures_of
+from symcomm.cuda.failure import CudaFailures, explain_cuda_errors, failures_of
 from symcomm.cuda.flag_words import LINE, is_behind, register_with_gpu
 from symcomm.cuda.pool import PoolBuffer, hold, opened, pool_of
 from symcomm.cuda.tensor_views import TensorView, tensor_view, torch_stream
@@ -144,6 +144,7 @@ class CudaMessages:
         """``tensor`` may be changed, by what comes later in the current stream, when this returns."""
         self.isend(tensor, peer, tag).wait(timeout)
 
+    @explain_cuda_errors
     @devices.on_its_device
     def isend(self, tensor: Any, peer: int, tag: int = 0) -> CudaSend:
         import torch
@@ -220,6 +221,7 @@ class CudaMessages:
         work.wait(timeout)
         return work.source
 
+    @explain_cuda_errors
     def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> CudaReceive:
         import torch
 
@@ -303,7 +305,10 @@ class CudaSend:
         import torch
 
         self._failures.raise_if_failed()
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
+        try:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        except RuntimeError as error:
+            self._failures.raise_cause(error, "send")
         return True
 
     def is_completed(self) -> bool:
@@ -350,7 +355,10 @@ class CudaReceive(StreamWork):
                     self._failures.add(self)
                 except BaseException as error:
                     self._error = error
-        self._raise()
+        try:
+            self._raise()
+        except RuntimeError as error:
+            self._failures.raise_cause(error, f"receive from rank {self._message.source}")
         if not self._is_valid:
             self._failures.raise_if_failed()
         return True

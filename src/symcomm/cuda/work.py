@@ -131,7 +131,7 @@ class CudaWork(StreamWork):
         try:
             return self._wait(timeout)
         except RuntimeError as error:
-            self._failures.raise_cause(error)
+            self._failures.raise_cause(error, self._call)
 
     def _wait(self, timeout: float | timedelta | None) -> bool:
         import torch
@@ -173,7 +173,7 @@ class CudaWork(StreamWork):
                 time.sleep(POLL_S)
             self._raise()
         except RuntimeError as error:
-            self._failures.raise_cause(error)
+            self._failures.raise_cause(error, self._call)
 
     def result(self) -> list[Any]:
         self.wait()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from symcomm import errors
 from symcomm.cuda import devices
 from symcomm.cuda.driver import WAIT_EQUAL, driver
+from symcomm.cuda.failure import CudaFailures, explain_cuda_errors
 from symcomm.cuda.group import CudaGroup, device_group
 from symcomm.cuda.pool import PoolBuffer, RawMemory, find_block, opened_pieces, pool_of, storage_over
 from symcomm.cuda.watchdog import Outstanding
@@ -207,11 +208,16 @@ class GpuSymmetricMemory(SymmetricMemory):
     def _take(self, rank: int, channel: int) -> tuple[int, int, int]:
         return self._peer_memory.pad_addresses[self.rank] + 4 * (channel * self.world_size + rank), 1, 0
 
+    @property
+    def failures(self) -> CudaFailures:
+        return self._gpu.failures
+
+    @explain_cuda_errors
     def _enqueue(self, what: str, steps: Sequence[tuple[int, int, int]], peers: list[int], timeout_ms: int) -> None:
         import torch
 
         timeout = self.timeout_ns(what, timeout_ms) / 1e9
-        self._gpu.failures.check_usable(what)
+        self.failures.check_usable(what)
         stream = torch.cuda.current_stream(self.device)
         with using(self.device):
             for address, awaited, written in steps:

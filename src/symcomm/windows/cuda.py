@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from symcomm import errors
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.driver import driver
+from symcomm.cuda.failure import CudaFailures, explain_cuda_errors
 from symcomm.cuda.group import CudaGroup, device_group
 from symcomm.cuda.pool import RawMemory, hold, opened_pieces, pool_of, storage_over
 from symcomm.cuda.watchdog import Outstanding
@@ -96,7 +97,7 @@ class CudaMemory(AnyMemory):
 
     def check_usable(self, call: str) -> None:
         """Also raises what was found while the GPU waited, to the first who asks."""
-        self._gpu.failures.check_usable(call)
+        self.failures.check_usable(call)
 
     def close(self) -> None:
         for event in self._puts.values():
@@ -108,6 +109,10 @@ class CudaMemory(AnyMemory):
     def end(self) -> None:
         """Unless ``close`` succeeded, peers may have puts in their streams: the memory is held until they left."""
         self._part()
+
+    @property
+    def failures(self) -> CudaFailures:
+        return self._gpu.failures
 
     # --- puts -------------------------------------------------------------------------------------------------
 
@@ -121,6 +126,7 @@ class CudaMemory(AnyMemory):
             raise errors.bad_argument("put", "tensor", f"a tensor of {tensor.dtype}", "of a dtype of numbers")
         return _Source(tensor)
 
+    @explain_cuda_errors
     def put(self, source: _Source, rank: int, offset: int, seconds: float) -> int:
         """In the order of the current stream."""
         import torch
@@ -143,6 +149,7 @@ class CudaMemory(AnyMemory):
 
     # --- signals ----------------------------------------------------------------------------------------------
 
+    @explain_cuda_errors
     def signal(self, rank: int, seconds: float) -> int:
         """In the order of the current stream, and after all signals to that rank before."""
         import torch
@@ -163,6 +170,7 @@ class CudaMemory(AnyMemory):
         self._departure.touch(event)
         return 0
 
+    @explain_cuda_errors
     def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> CudaWork | None:
         """The current stream waits; with ``async_op`` one of our own does, and the work's ``wait()`` joins it."""
         import torch
