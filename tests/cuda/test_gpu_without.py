@@ -116,41 +116,6 @@ def test_words_count_on_beyond_32_bits():
     assert not is_behind(3, 0xFFFFFFFF) and is_behind(0xFFFFFFFF, 0x100000003)
 
 
-# --- symcomm bench gpu ------------------------------------------------------------------------------------------------
-
-
-def test_the_table_of_ranks_on_one_gpu(tmp_path: Path):
-    from symcomm.bench import gpu as module
-    from symcomm.bench import pictures
-
-    found = [
-        module.Measurement("in turns", 4096, "ordinary", [70e-6, 72e-6, 68e-6], [120e-6]),
-        module.Measurement("in turns", 4096, "gloo", [490e-6], [540e-6]),
-        module.Measurement("MPS", 1 << 20, "symmetric", [10e-6], [20e-6]),
-        module.Measurement("MPS", 1 << 20, "torch", [20e-6], [30e-6]),
-    ]
-    _, _, rows = module.as_table(found, module.Workload())
-    assert rows == [
-        ["in turns", "4 KiB", "70 / 120", "-", "490 / 540", "-", "7.00x / 4.50x", "-"],
-        ["MPS", "1 MiB", "-", "10 / 20", "-", "20 / 30", "-", "2.00x / 1.50x"],
-    ]
-    assert module.note(found) == "" and "refused" in module.note(found[:2])
-    assert module.to_json(found, module.Workload())["rows"][0]["row_us"] == [70, 72, 68]
-    pytest.importorskip("matplotlib")
-    pictures.draw(tmp_path / "gpu.svg", "heading", module.picture(found, module.Workload()))
-    assert "GPU shared: MPS" in (tmp_path / "gpu.svg").read_text()
-
-
-@without_cuda
-def test_bench_gpu_says_what_is_missing():
-    from typer.testing import CliRunner
-
-    from symcomm.cli import bench
-
-    done = CliRunner().invoke(bench.app, ["gpu", "--quick"])
-    assert done.exit_code == 2 and "symcomm bench gpu: " in done.output and "use CPU tensors" in done.output
-
-
 # --- who carries messages ------------------------------------------------------------------------------------------
 
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,8 @@ SIDES = {"ordinary": "ordinary", "symmetric": "symmetric", "gloo": "gloo", "torc
 TURNS, MPS = "in turns", "MPS"  # how processes share the GPU
 WORKER = "symcomm.bench.gpu_worker"
 QUICK = {"rounds": 2, "sizes": (4 << 10, 1 << 20, 64 << 20)}
-START_S, TURN_S = 60.0, 2.0  # deadlines: of starting, and of a turn of one side
+THEIRS = ("gloo", "torch")
+START_S, STEP_S = 120.0, 30.0  # deadlines: of starting, where kernels may have to be compiled, and of one side's turn
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Workload:
     ranks: int = 2
     rounds: int = 5
     sizes: Sequence[int] = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+    without: Sequence[str] = ()  # sides to leave out
 
     @property
     def turns(self) -> int:
@@ -80,47 +85,107 @@ def run_gpu_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) ->
         return found
 
 
+class _StoodStill(Exception):
+    """The ranks said nothing for STEP_S; ``doing``: their last words."""
+
+    def __init__(self, doing: dict[str, Any]):
+        self.doing = doing
+
+
 def _measure(workload: Workload, sharing: str, environment: Mapping[str, str], tick: Tick) -> list[Measurement]:
-    """Run the ranks; the first one writes a line for each turn of each side."""
+    """Run the ranks. A side that stands still is named and left out from that size on, unless it is ours."""
     found: dict[tuple[int, str], Measurement] = {}
-    seconds = START_S + TURN_S * workload.turns
-    with tempfile.TemporaryDirectory() as folder, _ranks(workload, environment, Path(folder), seconds) as first:
-        for line in first.stdout:
+    while True:
+        try:
+            _run(workload, sharing, environment, tick, found)
+            return list(found.values())
+        except _StoodStill as still:
+            side, nbytes = still.doing["doing"], still.doing["nbytes"]
+        words = f"{SIDES[side]} stood still for {STEP_S:.0f} s with {bench_table.short_size(nbytes)} ({sharing})"
+        print(f"# {words}; it is not measured from that size on.", file=sys.stderr, flush=True)
+        found.pop((nbytes, side), None)
+        for again in [key for key in found if key[0] == nbytes]:  # its rounds begin anew, so that sides take turns
+            del found[again]
+        sizes = tuple(size for size in workload.sizes if size >= nbytes)
+        workload = replace(workload, sizes=sizes, without=(*workload.without, side))
+
+
+def _run(
+    workload: Workload, sharing: str, environment: Mapping[str, str], tick: Tick,
+    found: dict[tuple[int, str], Measurement],
+) -> None:  # fmt: skip
+    """Of what it is about to do, and of each turn of each side, the first rank writes a line."""
+    doing: dict[str, Any] = {"doing": "start"}
+    with tempfile.TemporaryDirectory() as folder, _ranks(workload, environment, Path(folder)) as ranks:
+        lines = _lines_of(ranks[0])
+        while True:
+            try:
+                line = lines.get(timeout=START_S if doing["doing"] == "start" else STEP_S)
+            except queue.Empty:
+                if doing["doing"] in THEIRS:
+                    raise _StoodStill(doing) from None
+                raise _stuck(doing, ranks, Path(folder)) from None
+            if line is None:
+                break
             turn = json.loads(line)
+            if "doing" in turn:
+                doing = turn
+                continue
             nbytes, side = turn["nbytes"], turn["side"]
             figures = found.setdefault((nbytes, side), Measurement(sharing, nbytes, side))
             figures.row.append(turn["row"])
             figures.single.append(turn["single"])
             tick(f"{bench_table.short_size(nbytes)}, {SIDES[side]}")
-        if first.wait():
-            told = "\n".join(log.read_text()[-1000:] for log in sorted(Path(folder).glob("log*"))).strip()
-            raise errors.SymcommError(f"symcomm bench gpu: the ranks failed, or took more than {seconds:.0f} s: {told}")
-    return list(found.values())
+        if ranks[0].wait():
+            raise errors.SymcommError(f"symcomm bench gpu: the ranks failed: {_logs(Path(folder))}")
+
+
+def _lines_of(rank: subprocess.Popen[Any]) -> queue.Queue[str | None]:
+    """What it writes, line by line, as it comes; None at its end."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in rank.stdout or ():
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, name="symcomm-bench-reader", daemon=True).start()
+    return lines
+
+
+def _stuck(doing: dict[str, Any], ranks: Sequence[subprocess.Popen[Any]], folder: Path) -> errors.SymcommError:
+    """Ours stands still: say where each rank is."""
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR1)
+    time.sleep(1.0)
+    size = f" with {bench_table.short_size(doing['nbytes'])}" if "nbytes" in doing else ""
+    seconds = STEP_S if size else START_S
+    return errors.SymcommError(
+        f"symcomm bench gpu: {SIDES.get(doing['doing'], doing['doing'])}{size} stood still for {seconds:.0f} s. "
+        f"Where the ranks are: {_logs(folder)}"
+    )
+
+
+def _logs(folder: Path) -> str:
+    return "\n".join(f"{log.name}: {log.read_text()[-1000:]}" for log in sorted(folder.glob("rank*"))).strip()
 
 
 @contextlib.contextmanager
-def _ranks(workload: Workload, environment: Mapping[str, str], folder: Path, seconds: float) -> Iterator[Any]:
-    """Starts them, gives the first one, and ends all: when they are done with, or after ``seconds``."""
+def _ranks(workload: Workload, environment: Mapping[str, str], folder: Path) -> Iterator[list[subprocess.Popen[Any]]]:
+    """Starts them, and ends them when they are done with."""
     words = [sys.executable, "-m", WORKER, str(folder), json.dumps(asdict(workload))]
     common = {"WORLD_SIZE": str(workload.ranks), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     ranks: list[subprocess.Popen[Any]] = []
-
-    def end() -> None:
-        for rank in ranks:
-            rank.kill()
-
-    late = threading.Timer(seconds, end)
     try:
         for number in range(workload.ranks):
             env = {**os.environ, **environment, **common, "RANK": str(number)}
             out = subprocess.PIPE if number == 0 else subprocess.DEVNULL
-            with (folder / f"log{number}").open("w") as said:
+            with (folder / f"rank {number}").open("w") as said:
                 ranks.append(subprocess.Popen(words, env=env, stdout=out, stderr=said, text=True))
-        late.start()
-        yield ranks[0]
+        yield ranks
     finally:
-        late.cancel()
-        end()
+        for rank in ranks:
+            rank.kill()
         for rank in ranks:
             rank.wait()
 
