@@ -127,10 +127,11 @@ bench: $(BUILT) ## measure this machine; see BENCHMARKS.md
 conformance: $(BUILT) ## PyTorch's own DistributedTest on our backend, at 2, 3, 4 and 8 ranks (about ten minutes)
 	for n in 2 3 4 8; do $(BIN)/python -m tests.conformance --ranks $$n || exit 1; done
 
-soak: $(BUILT) ## an hour of random faults: on one host, between hosts, of ranks that come and go; every result is checked
+soak: $(BUILT) ## hours of random faults: on one host, between hosts, of ranks that come and go; every result is checked
 	$(BIN)/python -m tests.soak --minutes 30
 	$(BIN)/python -m tests.soak.hosts 10
 	$(BIN)/python -m tests.soak.elastic 10
+	$(BIN)/python -m tests.soak.churn --minutes 10 --seeds 10
 	SYMCOMM_LIVES=100 $(BIN)/python -m pytest -q tests/group/test_group_life.py -k again_and_again
 	SYMCOMM_EVERY_STEP=1 $(BIN)/python -m pytest -q tests/hierarchical/test_agreement_hosts.py tests/group/test_stops.py
 	for what in arena control http store; do $(BIN)/python -m tests.fuzz.$$what --inputs 1000000 || exit 1; done

@@ -74,6 +74,90 @@ sys.exit(0 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and "SYMCOMM_JOIN"
     assert "restarting all ranks (restart 1 of 2)" in result.stderr and "starting another" not in result.stderr
 
 
+FRESH_START = 'os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" and "SYMCOMM_JOIN" not in os.environ'
+
+
+@pytest.mark.parametrize("when", ["starting", "waiting"])
+def test_members_that_die_before_a_newcomer_has_joined(jobs, when):
+    """Rank 1 is replaced, and rank 0 dies before it lets the other in: nobody lives whom that one could join."""
+    script = (
+        JOINING
+        + f"""
+again, joins = {FRESH_START}, "SYMCOMM_JOIN" in os.environ
+if joins:
+    pid_file(f"came-{{rank}}", os.getpid())
+    if {when == "starting"}: time.sleep(1.0)
+group = enter()
+if again:
+    group.barrier()
+    told(group)
+    sys.exit()
+if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+while not os.path.exists("pid-came-1"): time.sleep(0.01)
+if {when == "waiting"}: time.sleep(1.0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    result = jobs.run(script, "-n", "2", "--max-restarts", "2", "--restart", "failed", "--grace", "1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("in a group of 2 [0, 1]") == 2
+    assert result.stderr.count("starting another rank 1 that joins the others (restart 1 of 2)") == 1
+    assert "restarting all ranks (restart 2 of 2)" in result.stderr
+    assert "no rank is left in a group that rank 1 could join" in result.stderr
+
+
+@pytest.mark.parametrize("when", ["before", "meeting"])
+def test_a_rank_that_dies_before_there_is_a_group(jobs, when):
+    """The others wait for it in init(), and its replacement for them in join()."""
+    script = (
+        JOINING
+        + f"""
+if not {FRESH_START} and rank == 1 and "SYMCOMM_JOIN" not in os.environ:
+    if {when == "meeting"}:
+        from symcomm.store import handshake
+        handshake._Attempt._exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        enter()
+    os.kill(os.getpid(), signal.SIGKILL)
+group = enter()
+group.barrier()
+told(group)
+"""
+    )
+    result = jobs.run(script, "-n", "3", "--max-restarts", "4", "--restart", "failed", "--grace", "1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("in a group of 3 [0, 1, 2]") == 3
+    assert "restarting all ranks" in result.stderr
+
+
+def test_a_newcomer_that_has_joined_is_somebody_to_join(jobs):
+    """All that began are gone, and the job goes on without starting again: those that joined carry it on."""
+    script = (
+        JOINING
+        + """
+group, count = enter(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+def go_on():
+    try:
+        group.barrier()
+        raise SystemExit("the other rank lives")
+    except symcomm.errors.RankFailedError:
+        if count == "1": time.sleep(1.5)  # for longer than the launcher takes to look
+        return group.shrink().grow(wait=40, size=2)
+if (count, rank) == ("0", 1): os.kill(os.getpid(), signal.SIGKILL)
+if count == "0": group = go_on()
+group.barrier()
+if count == "0": os.kill(os.getpid(), signal.SIGKILL)
+if count == "1":
+    group = go_on()
+    group.barrier()
+told(group)
+"""
+    )
+    result = jobs.run(script, "-n", "2", "--max-restarts", "2", "--restart", "failed", "--grace", "1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("in a group of 2 [1, 0]") == 2
+    assert "restarting all ranks" not in result.stderr
+
+
 # --- nodes -----------------------------------------------------------------------------------------
 
 
@@ -127,6 +211,32 @@ except symcomm.errors.RankFailedError:
     everyone = "[0, 1, 2, 3]"
     seen = [("2", "[0, 1]"), ("4", everyone), ("2", "[0, 1]")]
     assert sorted(groups) == sorted([(r, *one) for r in "01" for one in seen])
+
+
+@pytest.mark.parametrize("where", ["in a group", "before there is one"])
+def test_newcomers_of_all_nodes_wait_for_members_that_are_gone(jobs, where):
+    """No launcher can tell that by its own ranks alone. Each has one rank, which is replaced all the same."""
+    script = jobs.write(
+        JOINING
+        + f"""
+count, joins = os.environ["TORCHELASTIC_RESTART_COUNT"], "SYMCOMM_JOIN" in os.environ
+if count == "0" and {where == "before there is one"} and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+group = enter()
+if count == "0":
+    pid_file(f"began-{{rank}}", os.getpid())
+    while not (os.path.exists("pid-began-0") and os.path.exists("pid-began-1")): time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+group.barrier()
+told(group)
+"""
+    )
+    options = ("-n", "1", "--nnodes", "2:2", "--max-restarts", "3", "--restart", "failed", "--grace", "1")
+    nodes = [jobs.start(*options, "--rdzv-endpoint", endpoint, script) for endpoint in [free_endpoint()] * 2]
+    results = [jobs.finish(node) for node in nodes]
+    assert [result.returncode for result in results] == [0, 0], [r.stderr for r in results]
+    assert "".join(r.stdout for r in results).count("in a group of 2 [0, 1]") == 2
+    assert all("no rank is left in a group that others could join" in r.stderr for r in results)
 
 
 def test_too_few_nodes_are_left(jobs):

@@ -1,10 +1,11 @@
-"""A minute of the soak; ``make soak`` runs an hour of it and its siblings."""
+"""A minute of the soak; ``make soak`` runs hours of it and its siblings."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.soak.__main__ import soak
+from tests.soak.churn import churn
 from tests.soak.scenario import FAULTS, HARMLESS, Scenario
 
 pytestmark = pytest.mark.unused_process
@@ -25,3 +26,11 @@ def test_the_seeds_have_every_kind_of_scenario():
 @pytest.mark.timeout(300)
 def test_a_minute_of_random_faults():
     assert soak(COUNT, FIRST) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_some_seconds_of_churn():
+    job, wrong = churn(seed=3, seconds=5.0)
+    assert wrong == [], "\n".join(wrong)
+    assert job.steps > 100 and job.done, job.describe()

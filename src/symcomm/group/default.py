@@ -20,6 +20,7 @@ from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.store.handshake import Exchange, handshake
 from symcomm.store.lease import Lease
+from symcomm.store.standing import MEMBER, WAITING, tell_launcher
 
 JOIN = "SYMCOMM_JOIN"  # set by the launcher in newcomers: the attempt at which those that run were started
 RENDEZVOUS_SECONDS = 300.0  # the most that ranks wait for each other, unless the group's time-out is shorter
@@ -112,10 +113,12 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
     from symcomm.store.bootstrap import rendezvous
 
     end, lease = time.monotonic() + seconds, None
+    tell = tell_launcher if init_method.startswith("env://") else _tell_nobody
     while True:
         try:
             place = rendezvous(init_method, rank, world_size, timeout=max(1.0, end - time.monotonic()))
             lease = Lease(place.store)
+            tell(place.store, WAITING)
             group = join_ranks(place.store, place.rank, place.world_size, max(1.0, end - time.monotonic()), make)
         except BaseException as error:
             if lease is not None:
@@ -125,7 +128,12 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
                 raise
         else:
             group.lease = lease
+            tell(place.store, MEMBER)
             return group
+
+
+def _tell_nobody(store: Any, standing: str) -> None:
+    """The launcher does not keep a store that the program names."""
 
 
 def is_newcomer() -> bool:
@@ -146,15 +154,17 @@ def join(store: Any = None, name: str = "world", timeout: float | timedelta = 30
 
     if _current() is not None:
         raise errors.GroupUnusableError("join: the default group exists already; call symcomm.destroy() first.")
-    rank = None
+    rank, tell = None, _tell_nobody
     if store is None:
         from symcomm.store.bootstrap import rendezvous
 
         # the ranks that run began at that attempt, and their keys are marked with it
         environ = {**os.environ, "TORCHELASTIC_RESTART_COUNT": os.environ.get(JOIN, "0")}
         meeting = rendezvous(timeout=min(to_ns("join", timeout) / 1e9, 300.0), environ=environ)
-        store, rank = meeting.store, meeting.rank
+        store, rank, tell = meeting.store, meeting.rank, tell_launcher
+    tell(store, WAITING)
     group = join_through(store, name, timeout, rank)
+    tell(store, MEMBER)  # before anybody hands it a state, which an unknown member would take with it
     set_default(group)
     return group
 

@@ -4,11 +4,12 @@ They rendezvous in the store at the endpoint. The launcher that serves it is the
 is gone the job is over. Below ``nodes/`` the store has::
 
     count     how many launchers have joined; each takes the next number as its own
-    beat/I    launcher I's heartbeat: counts up while it lives
+    beat/I    launcher I's heartbeat: counts up while it lives. Then the round, while none of its ranks is in a group
+              of that round, and "lost" once one of them has failed in it
     left/I    why launcher I left: DONE when its ranks succeeded
     again/R   why the ranks of round R have to start again (--restart all)
     seats/R   who takes part in round R: {launcher: node rank}
-    late/I    the node rank of a launcher that joins a round under way (--restart failed)
+    late/R/I  the node rank of a launcher that joins round R under way (--restart failed)
     end       why the job is over
 """
 
@@ -49,8 +50,8 @@ class ElasticNodes:
     def __init__(self, job: Job):
         assert job.endpoint is not None and job.min_nodes is not None
         self.job, self.least, self.most = job, job.min_nodes, job.nodes
-        self._store, self.is_first = _meet(*job.endpoint, job.given_token, job.admits_unauthenticated)
-        self.number = self._store.add("nodes/count", 1)
+        self.store, self.is_first = _meet(*job.endpoint, job.given_token, job.admits_unauthenticated)
+        self.number = self.store.add("nodes/count", 1)
         self.round = -1
         self._beats = 0
         self._looked = 0.0
@@ -58,20 +59,27 @@ class ElasticNodes:
         self._assignments: dict[int, int] = {}
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._failures = 0
+        self._waiting: dict[int, int] = {}  # each launcher's beat when all began to say that none is in a group
+        self._has_lost_nodes = False  # in this round
         self.beat()
 
     # -- everybody's part
 
-    def beat(self) -> None:
+    def beat(self, words: str = "") -> None:
         self._beats += 1
-        self._store.set(f"nodes/beat/{self.number}", str(self._beats))
+        self.store.set(f"nodes/beat/{self.number}", f"{self._beats} {words}")
 
-    def look(self) -> str:
+    def look_at(self, attempt: Attempt) -> str:
+        """Polled while ranks run."""
+        words = f"{self.round} {'lost' * attempt.has_lost}" if attempt.none_is_member() else ""
+        return self.look(words)
+
+    def look(self, words: str = "") -> str:
         """Polled: why the ranks of this node have to end now, or ""."""
         if time.monotonic() < self._looked + LOOK_S:
             return ""
         try:
-            self.beat()
+            self.beat(words)
             if self.is_first:
                 self._decide()
             if why := self._told("end"):
@@ -106,16 +114,16 @@ class ElasticNodes:
         assignments = json.loads(self._told(f"seats/{newest}") or "{}")
         if str(self.number) in assignments:
             return NodeAssignment(newest, assignments[str(self.number)], len(assignments), late=False)
-        if late := self._told(f"late/{self.number}"):
-            return NodeAssignment(0, int(late), max(self.least, int(late) + 1), late=True)
+        if late := self._told(f"late/{newest}/{self.number}"):
+            return NodeAssignment(newest, int(late), max(self.least, int(late) + 1), late=True)
         return None
 
     def ask_again(self, why: str) -> None:
-        self._store.set(f"nodes/again/{self.round}", why)
+        self.store.set(f"nodes/again/{self.round}", why)
 
     def leave(self, why: str) -> None:
         with contextlib.suppress(PeerError, DeadlineError):  # then nobody is left to tell
-            self._store.set(f"nodes/left/{self.number}", why)
+            self.store.set(f"nodes/left/{self.number}", why)
 
     def linger(self, stop: StopRequest) -> None:
         """The first stays as long as others need the store."""
@@ -125,19 +133,19 @@ class ElasticNodes:
             self.look()
             time.sleep(LOOK_S)
         if not self._told("end"):
-            self._store.set("nodes/end", OVER)
+            self.store.set("nodes/end", OVER)
         time.sleep(2 * LOOK_S)  # so that those that wait for a seat can read it
 
     def _told(self, key: str) -> str:
         key = f"nodes/{key}"
-        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+        return bytes(self.store.get(key)).decode() if self.store.check([key]) else ""
 
     # -- the first one's part
 
     def _alive(self) -> set[int]:
         """Launchers that have not left and whose heartbeat goes on."""
         now, alive = time.monotonic(), set()
-        for number in range(1, self._store.add("nodes/count", 0) + 1):
+        for number in range(1, self.store.add("nodes/count", 0) + 1):
             if self._told(f"left/{number}"):
                 continue
             beat = self._told(f"beat/{number}").encode()
@@ -155,42 +163,63 @@ class ElasticNodes:
             if len(alive) >= self.least:
                 self._assign(0, alive)
             return
+        if self._told(f"seats/{self.round + 1}"):
+            return  # the next round is on its way
         playing = alive & self._assignments.keys()
         if len(alive) < self.least:
             allowed = f"--nnodes {self.least}:{self.most}"
             words = f"{len(alive)} of {len(self._assignments)} nodes are left, less than {allowed} allows"
-            self._store.set("nodes/end", words)
-        elif self.job.restart == "failed":
+            self.store.set("nodes/end", words)
+        elif self.job.restart == "failed" and not self._is_deserted(playing):
+            self._has_lost_nodes = self._has_lost_nodes or len(playing) < len(self._assignments)
             self._assignments = {number: self._assignments[number] for number in playing}
             self._let_in(sorted(alive - playing))
+        elif self.job.restart == "failed":
+            self._start_over(alive, "no rank is left in a group that others could join")
         else:
             self._restart_if_needed(alive, playing)
 
     def _assign(self, round_: int, alive: set[int]) -> None:
         kept = sorted(alive, key=lambda number: (self._assignments.get(number, self.most), number))[: self.most]
         self._assignments = {number: place for place, number in enumerate(kept)}
-        self._store.set(f"nodes/seats/{round_}", json.dumps(self._assignments))
+        self.store.set(f"nodes/seats/{round_}", json.dumps(self._assignments))
 
     def _let_in(self, newcomers: list[int]) -> None:
         for number in newcomers[: self.most - len(self._assignments)]:
             place = next(p for p in range(self.most) if p not in self._assignments.values())
             self._assignments[number] = place
-            self._store.set(f"nodes/late/{number}", str(place))
+            self.store.set(f"nodes/late/{self.round}/{number}", str(place))
+
+    def _is_deserted(self, playing: set[int]) -> bool:
+        """Whether no rank of any node is in a group, though some were lost: who lives waits for those in vain. Every
+        launcher looks again after all of them have said so: until then a newcomer may have been let in elsewhere."""
+        beats, lost = {}, self._has_lost_nodes
+        for number in playing:
+            count, *words = self._told(f"beat/{number}").split()
+            if words[:1] != [str(self.round)]:
+                self._waiting = {}
+                return False
+            beats[number], lost = int(count), lost or "lost" in words
+        if self._waiting.keys() != beats.keys():
+            self._waiting = beats
+        return lost and all(beats[number] > self._waiting[number] + 1 for number in beats)
+
+    def _start_over(self, alive: set[int], why: str) -> None:
+        if self._failures == self.job.max_restarts:
+            self.store.set("nodes/end", f"{why}, and no restarts are left")
+            return
+        self._failures += 1
+        self._waiting, self._has_lost_nodes = {}, False
+        self.store.set(f"nodes/again/{self.round}", why)
+        self._assign(self.round + 1, alive)
 
     def _restart_if_needed(self, alive: set[int], playing: set[int]) -> None:
-        round_ = self.round
-        if self._told(f"seats/{round_ + 1}"):
-            return  # on its way
-        why = self._told(f"again/{round_}")
-        if why and self._failures == self.job.max_restarts:
-            self._store.set("nodes/end", f"{why}, and no restarts are left")
-        elif (
-            why
-            or len(playing) < len(self._assignments)
-            or (len(alive) > len(playing) and len(self._assignments) < self.most)
+        if why := self._told(f"again/{self.round}"):
+            self._start_over(alive, why)
+        elif len(playing) < len(self._assignments) or (
+            len(alive) > len(playing) and len(self._assignments) < self.most
         ):
-            self._failures += bool(why)
-            self._assign(round_ + 1, alive)
+            self._assign(self.round + 1, alive)
 
 
 def _meet(host: str, port: int, token: str, optional: bool) -> tuple[Any, bool]:
@@ -247,7 +276,9 @@ def _run_rounds(job: Job, nodes: ElasticNodes, output: Output, reaper: Reaper, s
             nodes.leave(assignment)
             return 128 + stop.signum if stop.signum else 0 if assignment == OVER else code
         here = replace(job, node_rank=assignment.node_rank, nodes=max(assignment.nodes, assignment.node_rank + 1))
-        attempt = Attempt(here, assignment.round, output, reaper, stop, look=nodes.look, late=assignment.late)
+        attempt = Attempt(
+            here, assignment.round, output, reaper, stop, nodes.look_at, assignment.late, store=nodes.store
+        )  # fmt: skip
         stop.attempt = attempt
         attempt.run()
         stop.attempt = None

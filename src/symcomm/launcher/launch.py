@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from symcomm.errors import InternalError, ResourceError
+from symcomm.errors import InternalError, ResourceError, format_ranks
 from symcomm.launcher import verdict
 from symcomm.launcher.job import CALL, LOCAL_ADDRESS, Job, reserve_port
 from symcomm.launcher.output import STDERR, STDOUT, Output
 from symcomm.launcher.reaper import KILL_DEADLINE_S, Reaper, find_processes, kill_processes, signal_processes
+from symcomm.launcher.standings import Standings
 from symcomm.memory import numa
 
 # After a rank failed, the others get this long to fail by themselves and print why (a lost peer breaks every wait
@@ -48,6 +49,7 @@ class Rank:
     stopping: int = 0  # the last signal that we sent to stop it
     pidfd: int | None = None
     replaced: bool = False  # it was replaced by another process
+    restarts: int = 0  # its TORCHELASTIC_RESTART_COUNT
 
     def end(self, now: float) -> verdict.RankEnd:
         seconds = (self.ended or now) - self.started
@@ -103,10 +105,12 @@ class Attempt:
         output: Output,
         reaper: Reaper,
         stop: StopRequest,
-        look: Callable[[], str] | None = None,
+        look: Callable[[Attempt], str] | None = None,
         late: bool = False,
+        store: Any = None,
     ):
-        """``look`` is asked again and again why the ranks have to end, or ""; ``late`` ranks join those that run."""
+        """``look(attempt)`` is asked again and again why the ranks have to end, or ""; ``late`` ranks join those that
+        run. ``store``: the ranks', where another launcher may serve it."""
         self.job = job
         self.number = number
         self.first_failed: Rank | None = None
@@ -124,6 +128,8 @@ class Attempt:
         self._replace_at = 0.0
         self._look = look
         self._late = late
+        self._standings = Standings(store, number)
+        self._looked = 0.0
         self.cut_short = ""  # why another launcher ended the attempt
         self._start_one: Callable[[int, int | None], None] = self._unstarted
 
@@ -137,7 +143,9 @@ class Attempt:
         store: Any = None
         try:
             port = holder.getsockname()[1] if holder else port
-            store = self._serve_store(host, port) if hosts_store and self.job.keeps_store else None
+            if hosts_store and self.job.keeps_store:
+                store = self._serve_store(host, port)
+                self._standings = Standings(store, self.number)
             self._start(host, port)
             while (self._live() or self._lost) and not self._given_up:
                 self._turn(IDLE_S)
@@ -180,7 +188,7 @@ class Attempt:
             cores = numa.cores_for(local_rank, here) if self.job.bind_numa else None
             process = _spawn(self.job, environment, functools.partial(_prepare, libc, parent, cores))
             self._reaper.watch(process.pid)
-            rank = Rank(number, process, time.monotonic())
+            rank = Rank(number, process, time.monotonic(), restarts=self.restarts)
             self.ranks.append(rank)
             self._watch(rank)
 
@@ -213,7 +221,7 @@ class Attempt:
             timeout = min(timeout, max(0.0, self._next_step[0] - now))
         if self._lost:
             timeout = min(timeout, max(0.0, self._replace_at - now))
-        if self._look:
+        if self._look or self.has_lost:
             timeout = min(timeout, LOOK_S)
         live = self._live()
         if any(rank.pidfd is None for rank in live):
@@ -231,10 +239,40 @@ class Attempt:
             self._next_step[1]()
         if self._lost and time.monotonic() >= self._replace_at:
             self._replace_lost()
-        if self._look and not self.cut_short and (why := self._look()):
+        if now >= self._looked + LOOK_S:
+            self._looked = now
+            self._look_around()
+
+    def _look_around(self) -> None:
+        """Whether other launchers want the ranks to end, or the ranks wait in vain."""
+        if self._look and not self.cut_short and (why := self._look(self)):
             self.cut_short = why
             self._lost = []
             self._terminate()
+        elif self._is_deserted() and not self._lost and not self.first_failed:
+            self._fail_deserted(next(rank for rank in reversed(self.ranks) if rank.returncode))
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank has failed, and is to be replaced or has been."""
+        return self.job.restart == "failed" and any(rank.returncode for rank in self.ranks)
+
+    def none_is_member(self) -> bool:
+        """Whether there are ranks that live, and none of them is in a group yet."""
+        live = self._live()
+        return bool(live) and self._standings.none_is_member(live, self.ranks)
+
+    def _is_deserted(self) -> bool:
+        """Whether all that live wait for some that are gone. Where there are other nodes, their launchers ask that
+        together."""
+        is_over = any(rank.returncode == 0 for rank in self.ranks)  # then newcomers are told so
+        return self.has_lost and not (is_over or self._look or self._stop.signum) and self.none_is_member()
+
+    def _fail_deserted(self, rank: Rank) -> None:
+        live = [rank.number for rank in self._live()]
+        waiting = f"rank{'s' * (len(live) > 1)} {format_ranks(live)}"
+        self._output.say([f"no rank is left in a group that {waiting} could join."], bad=False)
+        self._fail(rank)
 
     def _live(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.ended is None]
@@ -287,10 +325,12 @@ class Attempt:
     def _replace_lost(self) -> None:
         """Replaces ranks that failed, if any rank is left that the new ones can join."""
         lost, self._lost = self._lost, []
-        others = [rank for rank in self.ranks if rank not in lost and not rank.replaced]
         left = self.job.max_restarts - self.restarts
-        if self._stop.signum or len(lost) > left or not any(r.ended is None or r.returncode == 0 for r in others):
+        if self._stop.signum or len(lost) > left or not self._can_be_joined(lost):
             self._fail(lost[0])
+            return
+        if self._is_deserted():
+            self._fail_deserted(lost[0])
             return
         for rank in lost:
             self.restarts += 1
@@ -300,6 +340,12 @@ class Attempt:
             rank.replaced = True
             self._end_streams(rank)
             self._start_one(rank.number - self.job.first_rank, self.number)
+
+    def _can_be_joined(self, lost: list[Rank]) -> bool:
+        if self._look:
+            return True  # there may be others on other nodes; together the launchers find out
+        others = [rank for rank in self.ranks if rank not in lost and not rank.replaced]
+        return any(r.ended is None or r.returncode == 0 for r in others)
 
     def _end_streams(self, ended: Rank) -> None:
         """Drains a rank's pipes and closes them."""
