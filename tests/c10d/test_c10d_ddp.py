@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from symcomm.errors import BadArgumentError
 from tests.support.c10d_compare import OLDER, ours, same, since_2_15, theirs
 from tests.torch_backend.checks import leave
 
@@ -93,6 +94,41 @@ def test_reducer_takes_pytorchs_arguments(group):
                 module.Reducer(*arguments)
 
 
+SHARING = {
+    "must have the same dtype": lambda: [torch.ones(2), torch.ones(2, dtype=torch.float64)],
+    "must be placed on the same device": lambda: [torch.ones(2), torch.ones(2, device="meta")],
+}
+
+
+@pytest.mark.parametrize("words", SHARING)
+@pytest.mark.parametrize("views", [True, False])
+def test_parameters_of_a_bucket_are_of_one_kind(group, words: str, views: bool):
+    for module in (theirs, ours):
+        params = [torch.nn.Parameter(tensor) for tensor in SHARING[words]()]
+        with pytest.raises(RuntimeError, match=f"All parameters in a bucket {words}"):
+            module.Reducer(params, [[0, 1]], [100], group, gradient_as_bucket_view=views)
+        module.Reducer(params, [[0], [1]], [100, 100], group, gradient_as_bucket_view=views)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_parameters_are_leaves(group, sparse: bool):
+    leaf = torch.ones(2, requires_grad=True)
+    for module in (theirs, ours):
+        for other in (leaf * 2, leaf.view(2), leaf.clone()):
+            with pytest.raises(RuntimeError, match="should be only called on leaf Variables"):
+                module.Reducer([leaf, other], [[0], [1]], [100, 100], group, [False, sparse])
+    for other, words in (
+        (
+            torch.ones(2),
+            r"params\[1\] must be a tensor that requires grad, got 'a tensor of torch.float32 that does not'",
+        ),
+        (torch.ones(2, dtype=torch.int64), r"params\[1\] must be a tensor that requires grad"),
+        (torch.ones(2).to_sparse().requires_grad_(), r"params\[1\] must be a dense tensor, got torch.sparse_coo"),
+    ):  # PyTorch's constructor kills the process, or makes one whose backward pass raises
+        with pytest.raises(BadArgumentError, match=words):
+            ours.Reducer([leaf, other], [[0], [1]], [100, 100], group, [False, sparse])
+
+
 def reduced_by(module, group, **options) -> tuple:
     """A model trained by a reducer alone: gradients, statistics, what the logger says."""
     torch.manual_seed(0)
@@ -135,6 +171,32 @@ def test_reducers_do_the_same(group, views):
     if OLDER:
         mine[3].clear(), wanted[3].clear()  # keys have come since
     assert mine == wanted
+
+
+def test_reducers_do_the_same_where_graphs_would_reduce(group):
+    """``use_python_reducer`` matters to compiled autograd only."""
+    assert reduced_by(ours, group, use_python_reducer=True) == reduced_by(theirs, group, use_python_reducer=True)
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_compiled_autograd(group, in_graph: bool):
+    """It passes over the hooks of a reducer that was made for it, and refuses others."""
+    from torch._dynamo import compiled_autograd
+
+    for module in (theirs, ours):
+        param = torch.nn.Parameter(torch.ones(3))
+        reducer = module.Reducer([param], [[0]], [100], group, use_python_reducer=in_graph)
+        reducer.prepare_for_backward([])
+        with compiled_autograd._enable(lambda graph: graph):
+            if in_graph:
+                param.sum().backward()
+                assert reducer.get_backward_stats() == [0] and param.grad.tolist() == [1, 1, 1]
+            else:
+                with pytest.raises(RuntimeError, match="Compiled autograd is not compatible with C\\+\\+ DDP Reducer"):
+                    param.sum().backward()
+        reducer.prepare_for_backward([])
+        param.sum().backward()
+        assert reducer.get_backward_stats()[0] > 0
 
 
 def finalized_by_hand(module, group) -> list:

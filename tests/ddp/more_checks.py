@@ -389,7 +389,7 @@ def broadcasts_like_pytorchs(rank: int, path: str) -> None:
         return [*made, torch.randn(4, 6).t(), torch.randn(8)[::2]]
 
     with joined(rank, path) as group:
-        for size in (1, 40, 1000):
+        for size in (0, 1, 40, 1000):
             for root in range(WORLD):
                 theirs, mine = tensors(), tensors()
                 dist._broadcast_coalesced(group, theirs, size, root)
@@ -397,6 +397,44 @@ def broadcasts_like_pytorchs(rank: int, path: str) -> None:
                 for one, other in zip(theirs, mine, strict=True):
                     equal(one, other)
         ours._broadcast_coalesced(group, [], 10)
+
+
+def _averaged(module: Any, group: Any, rank: int, **options: Any) -> list[Any]:
+    """Gradients of two backward passes through a reducer alone, without a logger or others to count."""
+    params = [nn.Parameter(torch.full((3,), 1.0 + i)) for i in range(2)]
+    reducer = module.Reducer(params, [[1], [0]], [100, 100], group, **options)
+    for _ in range(2):
+        reducer.set_logger(None)
+        reducer._set_forward_pass_work_handle(None, False)
+        reducer.prepare_for_forward()
+        reducer._rebuild_buckets()
+        reducer.prepare_for_backward([])
+        sum((param * param).sum() * (rank + 1) for param in params).backward()
+        reducer._check_reducer_finalized()
+    return [param.grad for param in params]
+
+
+@check
+def a_reducer_for_graphs_reduces_without_them(rank: int, path: str) -> None:
+    with joined(rank, path) as group:
+        for options in ({}, {"use_python_reducer": True}):
+            for one, other in zip(
+                _averaged(dist, group, rank, **options), _averaged(ours, group, rank, **options), strict=True
+            ):
+                equal(one, other)
+            assert torch.equal(_averaged(ours, group, rank, **options)[0], torch.full((3,), 6.0)), options
+
+
+@check
+def what_a_reducer_refuses_leaves_the_group_alone(rank: int, path: str) -> None:
+    leaf = nn.Parameter(torch.ones(2))
+    wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    with joined(rank, path) as group:
+        for params in ([leaf, wide], [leaf, leaf * 2], [leaf, torch.ones(2)]):
+            refused(lambda params=params: ours.Reducer(params, [[0, 1]], [100], group), "Reducer: param")
+            total = torch.ones(2)
+            dist.all_reduce(total)
+            equal(total, torch.full((2,), float(WORLD)))
 
 
 @check

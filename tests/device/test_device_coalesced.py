@@ -59,7 +59,7 @@ def same(a, b) -> bool:
 # --- broadcast -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer_size", [1, 100, 10 << 20])
+@pytest.mark.parametrize("buffer_size", [0, 1, 100, 10 << 20, 2**64 - 1])
 def test_broadcast_keeps_order_and_kind(buffer_size):
     tensors = mixture()
     first, second, third = comm.broadcast_coalesced(tensors, ["cpu", "cpu", "cpu"], buffer_size)
@@ -110,8 +110,9 @@ def test_broadcast_refusals():
     x = torch.zeros(2)
     with refuses(r"broadcast_coalesced: tensors\[1\] must be on cpu as tensors\[0\] is, got device\(type='meta'\)"):
         comm.broadcast_coalesced([x, x.to("meta")], ["cpu"])
-    with refuses("buffer_size must be a number of bytes, 1 or more, got 0"):
-        comm.broadcast_coalesced([x], ["cpu"], 0)
+    for size in (-1, 2**64, 1.0, None, "a"):  # TypeError, as from torch.cuda.comm
+        with pytest.raises(TypeError, match="buffer_size must be a number of bytes, 0 or more"):
+            comm.broadcast_coalesced([x], ["cpu"], size)
     with refuses("devices must be at least one device"):
         comm.broadcast_coalesced([x], [])
     with refuses(r"tensors\[1\] must be a tensor, got <class 'NoneType'>"):
@@ -125,7 +126,7 @@ def test_broadcast_refusals():
 
 
 @pytest.mark.parametrize("lists", [1, 2, 3, 5])
-@pytest.mark.parametrize("buffer_size", [1, 10 << 20])
+@pytest.mark.parametrize("buffer_size", [-1, 0, 1, 2.5, 10 << 20, 2**64])
 def test_sums_keep_order_and_kind(lists, buffer_size):
     tensors = [t for t in mixture() if t.layout is not torch.sparse_csr]  # torch adds these with MKL only
     inputs = [[t.clone() for t in tensors] for _ in range(lists)]

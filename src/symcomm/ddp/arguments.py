@@ -25,6 +25,13 @@ def reducer_of(call: str, reducer: Any) -> Any:
     return reducer
 
 
+def logger_of(call: str, logger: Any) -> Any:
+    """One of ours, or None. (The module of Logger is above this one.)"""
+    if logger is not None and not callable(getattr(logger, "set_error_and_log", None)):
+        raise errors.wrong_type(call, "logger", logger, "a Logger or None")
+    return logger
+
+
 def bucket_of(call: str, bucket: Any) -> Any:
     if not isinstance(bucket, GradBucket):
         raise errors.wrong_type(call, "bucket", bucket, "a GradBucket")
@@ -44,24 +51,49 @@ def outputs_of(outputs: Any) -> list[Any]:
     return values.tensors("prepare_for_backward: outputs", outputs)
 
 
-def check_buckets(params: list[Any], bucket_indices: Any, limits: Any, sparse: list[bool]) -> None:
-    """Raise unless every bucket is of parameters that there are."""
-    if not isinstance(bucket_indices, (list, tuple)):
-        raise errors.wrong_type("Reducer", "bucket_indices", bucket_indices, "a list of lists of int")
-    values.ranks("Reducer: per_bucket_size_limits", limits)
+def buckets_of(bucket_indices: Any, params: list[Any], sparse: list[bool]) -> list[list[int]]:
+    """Indices of the parameters in each bucket: such that there are, and that can share one."""
+    buckets = values.lists_of_sizes("Reducer: bucket_indices", bucket_indices)
     if not params:
         raise errors.bad_argument(
             "Reducer", "params", params, "at least one parameter", "Expected at least one parameter"
         )
     if len(sparse) != len(params):
         raise errors.bad_argument("Reducer", "expect_sparse_gradients", sparse, f"{len(params)} bools, one a parameter")
-    for indices in [values.ranks("Reducer: bucket_indices", indices) for indices in bucket_indices]:
-        bad = [index for index in indices if not 0 <= index < len(params)]
+    for indices in buckets:
+        bad = [index for index in indices if index >= len(params)]
         if bad or not indices:
             raise errors.bad_argument(
                 "Reducer", "bucket_indices", indices, f"indices of 0 to {len(params) - 1}, at least one a bucket"
             )
-        if len(indices) > 1 and any(sparse[i] for i in indices):
+        if len(indices) > 1:
+            _check_shared(indices, params, sparse)
+    return buckets
+
+
+def _check_shared(indices: list[int], params: list[Any], sparse: list[bool]) -> None:
+    """Raise unless gradients of these parameters can lie in one flat buffer."""
+    if any(sparse[i] for i in indices):
+        raise errors.bad_argument("Reducer", "bucket_indices", indices, "one index alone where its gradient is sparse")
+    for attribute, words in (("device", "be placed on the same device"), ("dtype", "have the same dtype")):
+        kinds = [str(getattr(params[i], attribute)) for i in indices]
+        if len(set(kinds)) > 1:
             raise errors.bad_argument(
-                "Reducer", "bucket_indices", indices, "one index alone where its gradient is sparse"
-            )
+                "Reducer", f"parameters of bucket {indices}", kinds, f"of one {attribute}",
+                f"All parameters in a bucket must {words}",
+            )  # fmt: skip
+
+
+def check_leaves(params: list[Any]) -> None:
+    """Raise unless autograd accumulates a gradient in each parameter."""
+    for index, param in enumerate(params):
+        if not param.is_leaf:
+            raise errors.bad_argument(
+                "Reducer", f"params[{index}]", f"the result of {param.grad_fn.name()}", "a leaf of the graph",
+                "grad_accumulator() should be only called on leaf Variables",
+            )  # fmt: skip
+        if not param.requires_grad:
+            got = f"a tensor of {param.dtype} that does not"
+            raise errors.bad_argument("Reducer", f"params[{index}]", got, "a tensor that requires grad", "leave it out")
+        if param.layout is not torch.strided:
+            raise errors.bad_argument("Reducer", f"params[{index}]", param.layout, "a dense tensor")

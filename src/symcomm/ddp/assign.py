@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from symcomm import errors
+from symcomm.ddp.arguments import logger_of
 from symcomm.torch_backend import values
 
 NO_LIMIT = 0  # what a bucket of a sparse gradient reports: it holds that one gradient, whatever its size
@@ -44,7 +45,16 @@ def compute_bucket_assignment_by_size(
 
     Raises: BadArgumentError.
     """
-    _check(tensors, bucket_size, expect_sparse_gradient, tensor_indices, logger)
+    call = "_compute_bucket_assignment_by_size"
+    tensors = values.tensors(f"{call}: tensors", tensors)
+    bucket_size = values.sizes(f"{call}: bucket_size", bucket_size)
+    expect_sparse_gradient = values.flags(f"{call}: expect_sparse_gradient", expect_sparse_gradient)
+    tensor_indices = values.ranks(f"{call}: tensor_indices", tensor_indices)
+    logger = logger_of(call, logger)
+    if (error := _mistake(call, tensors, bucket_size, expect_sparse_gradient, tensor_indices)) is not None:
+        if logger is not None:
+            logger.set_error_and_log(str(error))
+        raise error
     done: list[tuple[list[int], int]] = []
     being_filled: dict[Any, _Open] = {}
     for place, tensor in enumerate(tensors):
@@ -65,29 +75,21 @@ def compute_bucket_assignment_by_size(
     return [indices for indices, _ in done], [limit for _, limit in done]
 
 
-def _check(
-    tensors: Sequence[Any], limits: Sequence[int], sparse: Sequence[bool], order: Sequence[int], log: Any
-) -> None:
-    call = "_compute_bucket_assignment_by_size"
-    values.tensors(f"{call}: tensors", tensors)
-    values.ranks(f"{call}: bucket_size", limits)
-    values.flags(f"{call}: expect_sparse_gradient", sparse)
-    values.ranks(f"{call}: tensor_indices", order)
-    error = None
+def _mistake(
+    call: str, tensors: list[Any], limits: list[int], sparse: list[bool], order: list[int]
+) -> errors.BadArgumentError | None:
+    """What is wrong with arguments that are of the right types."""
     if not tensors:
-        error = errors.bad_argument(call, "tensors", tensors, "at least one tensor")
-    elif not limits:
-        error = errors.bad_argument(call, "bucket_size", limits, "at least one size in bytes")
-    elif sparse and len(sparse) != len(tensors):
+        return errors.bad_argument(call, "tensors", tensors, "at least one tensor")
+    if not limits:
+        return errors.bad_argument(call, "bucket_size", limits, "at least one size in bytes")
+    if sparse and len(sparse) != len(tensors):
         allowed = f"one bool for each of {len(tensors)} tensors"
-        error = errors.bad_argument(call, "expect_sparse_gradient", list(sparse), allowed)
-    elif order and len(order) != len(tensors):
-        error = errors.bad_argument(call, "tensor_indices", list(order), f"{len(tensors)} numbers, one for each tensor")
-    elif sparse and any(not 0 <= index < len(sparse) for index in order):
-        error = errors.bad_argument(call, "tensor_indices", list(order), f"numbers from 0 to {len(sparse) - 1}")
-    elif any(tensor.is_sparse for tensor in tensors):
-        error = errors.bad_argument(call, "tensors", "a sparse tensor", "dense: No support for sparse tensors")
-    if error is not None:
-        if log is not None:
-            log.set_error_and_log(str(error))
-        raise error
+        return errors.bad_argument(call, "expect_sparse_gradient", sparse, allowed)
+    if order and len(order) != len(tensors):
+        return errors.bad_argument(call, "tensor_indices", order, f"{len(tensors)} numbers, one for each tensor")
+    if sparse and any(not 0 <= index < len(sparse) for index in order):
+        return errors.bad_argument(call, "tensor_indices", order, f"numbers from 0 to {len(sparse) - 1}")
+    if any(tensor.is_sparse for tensor in tensors):
+        return errors.bad_argument(call, "tensors", "a sparse tensor", "dense: No support for sparse tensors")
+    return None

@@ -53,9 +53,10 @@ def broadcast_coalesced(process_group: Any, tensors: Sequence[Any], buffer_size:
     Raises: what a group's broadcast raises."""
     call = "_broadcast_coalesced"
     group_of(call, process_group)
-    values.integer(f"{call}: buffer_size", buffer_size)
+    buffer_size = values.size(f"{call}: buffer_size", buffer_size)
     values.short(f"{call}: src", src)
-    if not values.tensors(f"{call}: tensors", tensors):
+    tensors = values.tensors(f"{call}: tensors", tensors)
+    if not tensors:
         return
     packs, _ = compute_bucket_assignment_by_size(tensors, [buffer_size])
     on_their_way: deque[_Pack] = deque()

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.ddp.arguments import bucket_of, check_buckets, group_of, names_of, outputs_of
+from symcomm.ddp.arguments import bucket_of, buckets_of, check_leaves, group_of, logger_of, names_of, outputs_of
 from symcomm.ddp.assign import compute_bucket_assignment_by_size
+from symcomm.ddp.autograd_hooks import AutogradHooks
 from symcomm.ddp.bucket import Bucket, GradBucket, is_alias
 from symcomm.ddp.comm_hook import CommHook
 from symcomm.ddp.fill import Filler
@@ -37,25 +38,6 @@ from symcomm.torch_backend import values
 log = logging.getLogger(__name__)
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early
 BUCKET_BYTES = 25 << 20
-
-
-def _accumulators(params: Sequence[Any]) -> list[Any]:
-    """The node of autograd that adds to each parameter's gradient. Kept alive, or its hooks would go with it."""
-    with torch.enable_grad():
-        return [param.expand_as(param).grad_fn.next_functions[0][0] for param in params]
-
-
-def _hook_of(reducer: weakref.ref[Reducer], index: int) -> Any:
-    def hook(*_: Any) -> None:
-        if (alive := reducer()) is not None:
-            alive._autograd_hook(index)
-
-    return hook
-
-
-def _remove(handles: list[Any]) -> None:
-    while handles:
-        handles.pop().remove()
 
 
 class Reducer(Filler):
@@ -83,7 +65,9 @@ class Reducer(Filler):
         self.params = values.tensors("Reducer: params", params)
         self._sparse = values.flags("Reducer: expect_sparse_gradients", expect_sparse_gradients)
         self._sparse = self._sparse or [False] * len(self.params)
-        check_buckets(self.params, bucket_indices, per_bucket_size_limits, self._sparse)
+        buckets = buckets_of(bucket_indices, self.params, self._sparse)
+        limits = values.sizes("Reducer: per_bucket_size_limits", per_bucket_size_limits)
+        check_leaves(self.params)
         self.process_group = group_of("Reducer", process_group)
         self.bucket_bytes_cap = values.integer("Reducer: bucket_bytes_cap", bucket_bytes_cap)
         self.find_unused_parameters = values.flag("Reducer: find_unused_parameters", find_unused_parameters)
@@ -107,15 +91,9 @@ class Reducer(Filler):
         self._arrived: list[int] = []  # in the order to rebuild buckets in
         self._restart_state()
         self.buckets: list[Bucket] = []
-        self._build_buckets(bucket_indices, per_bucket_size_limits)
-
-        self._accumulators = _accumulators(self.params)
-        handles: list[Any] = []
-        if not use_python_reducer:
-            me = weakref.ref(self)
-            handles += [node.register_hook(_hook_of(me, i)) for i, node in enumerate(self._accumulators)]
-        self._handles = handles
-        weakref.finalize(self, _remove, handles).atexit = False
+        self._build_buckets(buckets, limits)
+        in_graph = values.flag("Reducer: use_python_reducer", use_python_reducer)
+        self._hooks = AutogradHooks(self.params, self._gradient_came, left_out=in_graph)
 
     def _start_counting(self) -> None:
         """What is known about gradients and times; nothing, so far."""
@@ -250,7 +228,7 @@ class Reducer(Filler):
                 self._search_unused(outputs)
 
     def _search_unused(self, outputs: Sequence[Any]) -> None:
-        self.unused = search_unused(outputs, self._accumulators)
+        self.unused = search_unused(outputs, self._hooks.nodes)
         if self.unused and dist.get_debug_level() == dist.DebugLevel.DETAIL:
             names = ", ".join(self._name(i) for i in self.unused)
             log.info("rank %d: no output leads to %s", self.process_group.rank(), names)
@@ -265,7 +243,13 @@ class Reducer(Filler):
         return self.static_graph and self._backwards == 1
 
     def _autograd_hook(self, index: int) -> None:
-        """The gradient of parameter ``index`` has been accumulated."""
+        """The gradient of parameter ``index`` has been accumulated, says a caller who knows (mixed precision)."""
+        call = "_autograd_hook"
+        if not 0 <= (index := values.integer(call, index)) < len(self.params):
+            raise errors.bad_argument(call, "index", index, f"from 0 to {len(self.params) - 1}")
+        self._gradient_came(index)
+
+    def _gradient_came(self, index: int) -> None:
         with self._lock:
             self._order.advance()
             if not self._in_backward:
@@ -504,7 +488,7 @@ class Reducer(Filler):
     # --- settings ---------------------------------------------------------------------------------------------
 
     def set_logger(self, logger: Any) -> None:
-        self._logger = weakref.ref(logger)
+        self._logger = (lambda: None) if logger_of("set_logger", logger) is None else weakref.ref(logger)
 
     def _set_static_graph(self) -> None:
         if self.iterations:
@@ -533,9 +517,10 @@ class Reducer(Filler):
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         """Join mode: ``work`` sums up how many ranks take part in this iteration."""
         call = "_set_forward_pass_work_handle"
-        if not isinstance(work, dist.Work):
-            raise errors.wrong_type(call, "work", work, "a Work")
-        self._join = work, values.flag(f"{call}: use_static_world_size", use_static_world_size)
+        if work is not None and not isinstance(work, dist.Work):
+            raise errors.wrong_type(call, "work", work, "a Work or None")
+        static = values.flag(f"{call}: use_static_world_size", use_static_world_size)
+        self._join = None if work is None else (work, static)
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
         """Futures to wait for at the end of backward, besides those that were installed before."""
@@ -552,7 +537,7 @@ class Reducer(Filler):
         return self._used_anywhere if self.find_unused_parameters or self.static_graph else None
 
     def _remove_autograd_hooks(self) -> None:
-        _remove(self._handles)
+        self._hooks.remove()
 
     def _reset_state(self) -> None:
         """Forget a backward pass that did not end; buckets will be rebuilt."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.ddp.arguments import group_of
+from symcomm.ddp.arguments import group_of, logger_of
 from symcomm.torch_backend import values
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
@@ -85,7 +85,4 @@ def verify_params_across_processes(process_group: Any, params: Sequence[Any], lo
     Raises: CollectiveMismatchError on every rank, naming the first parameter that differs; WrongTypeError."""
     call = "_verify_params_across_processes"
     group_of(call, process_group)
-    values.tensors(f"{call}: params", params)
-    if logger is not None and not callable(getattr(logger, "set_error_and_log", None)):
-        raise errors.wrong_type(call, "logger", logger, "a Logger or None")
-    verify_params(process_group, params, {}, logger)
+    verify_params(process_group, values.tensors(f"{call}: params", params), {}, logger_of(call, logger))

@@ -7,6 +7,7 @@ another. ``Broadcast`` and ``ReduceAddCoalesced`` in functions.py are the differ
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ GRAIN = 32768  # elements; torch adds larger tensors with several threads, and o
 
 
 def _check_buffer_size(call: str, buffer_size: Any) -> int:
+    """0 packs nothing: every tensor travels alone."""
     limit = as_integer(buffer_size)
-    if limit is None or limit < 1:
-        raise errors.bad_argument(call, "buffer_size", buffer_size, "a number of bytes, 1 or more")
+    if limit is None or not 0 <= limit < 2**64:
+        raise errors.wrong_type(call, "buffer_size", buffer_size, "a number of bytes, 0 or more")
     return limit
 
 
@@ -108,7 +110,8 @@ def reduce_add_coalesced(
     Raises: BadArgumentError.
     """
     call = "reduce_add_coalesced"
-    limit = _check_buffer_size(call, buffer_size)
+    if not isinstance(buffer_size, Real):
+        raise errors.wrong_type(call, "buffer_size", buffer_size, "a number of bytes")
     if not isinstance(inputs, Iterable):
         raise errors.bad_argument(call, "inputs", type(inputs), "a list of tensors for each device")
     lists = [as_tensors(call, f"inputs[{d}]", tensors) for d, tensors in enumerate(inputs)]
@@ -123,7 +126,7 @@ def reduce_add_coalesced(
             check_same(call, f"inputs[{{}}][{i}]", column, layouts=False)
             for d, tensor in enumerate(column):
                 check_has_data(call, f"inputs[{d}][{i}]", tensor, device)
-        for i, total in zip(left, _add_columns(device, columns, limit), strict=True):
+        for i, total in zip(left, _add_columns(device, columns, buffer_size), strict=True):
             sums[i] = total
     return tuple(sums)
 

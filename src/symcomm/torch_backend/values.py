@@ -6,14 +6,18 @@ Each function takes the argument's name, for the message, and the value; it retu
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, KeysView, Sequence, Set, ValuesView
 from datetime import timedelta
+from types import GeneratorType
 from typing import Any
 
 import torch
 
 from symcomm.errors import wrong_type
 from symcomm.types import RedOpType
+
+# What C++ turns into a vector, besides sequences that are not text.
+_ITERABLES = (Set, GeneratorType, KeysView, ValuesView, ItemsView, map, zip)
 
 
 def duration(name: str, value: Any) -> timedelta:
@@ -51,6 +55,17 @@ def short(name: str, value: Any) -> int:
     return integer(name, value, 32)
 
 
+def size(name: str, value: Any) -> int:
+    """A number of bytes, or an index: 64 bits without a sign."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise wrong_type(name, "value", value, "an int") from None
+    if not 0 <= number < 2**64:
+        raise wrong_type(name, "value", value, "an int from 0 to 2**64 - 1")
+    return number
+
+
 def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, "value", value, "a str")
@@ -75,7 +90,7 @@ def tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def _list_of(name: str, value: Any, kind: Callable[[str, Any], Any], words: str) -> list[Any]:
-    if not isinstance(value, (list, tuple, range)):
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, *_ITERABLES)):
         raise wrong_type(name, "value", value, f"a list of {words}")
     return [kind(name, item) for item in value]
 
@@ -90,6 +105,14 @@ def flags(name: str, value: Any) -> list[bool]:
 
 def ranks(name: str, value: Any) -> list[int]:
     return _list_of(name, value, integer, "int")
+
+
+def sizes(name: str, value: Any) -> list[int]:
+    return _list_of(name, value, size, "int")
+
+
+def lists_of_sizes(name: str, value: Any) -> list[list[int]]:
+    return _list_of(name, value, sizes, "lists of int")
 
 
 def mapping(
