@@ -96,9 +96,57 @@ ONE_RANK = (
 
 def test_gloo_can_be_replaced_from_outside():
     out = run(sys.executable, "-c", ONE_RANK.format(backend="gloo"), SYMCOMM_REPLACE="gloo").split("\n")
-    assert out[0] == "symcomm TorchGroup [1.0, 1.0]" and out[1] == "TorchGroup"
+    assert out[0] == "gloo TorchGroup [1.0, 1.0]" and out[1] == "TorchGroup"
     out = run(sys.executable, "-c", ONE_RANK.format(backend="cpu:gloo,cuda:nccl"), SYMCOMM_REPLACE="gloo").split("\n")
     assert "TorchGroup [1.0, 1.0]" in out[0]
+
+
+NAMES = (
+    "import sys, torch, torch.distributed as dist\n"
+    "from symcomm.torch_backend.register import register; register()\n"
+    "for asked in ('gloo', 'GLOO', None):\n"
+    "    dist.init_process_group(asked, store=dist.HashStore(), rank=0, world_size=1)\n"
+    "    pg, sub = dist.group.WORLD, dist.new_group()\n"
+    "    print(dist.get_backend(), pg.name(), pg._get_backend_name(), dist.get_backend_config())\n"
+    "    print(dist.get_backend(sub), dist.get_default_backend_for_device('cpu'), dist.get_backend() == 'gloo')\n"
+    "    print(dist.Backend('gloo'), dist.Backend.default_device_backend_map['cpu'])\n"
+    "    dist.destroy_process_group()\n"
+    "print(type(pg).__name__)\n"
+)
+
+
+def test_a_program_that_asks_for_gloo_is_told_gloo():
+    """Also where Symcomm has made its groups: programs compare names."""
+    ours = run(sys.executable, "-c", NAMES, SYMCOMM_REPLACE="gloo").splitlines()
+    gloos = [line for line in run_loaded("-c", NAMES, SYMCOMM_REPLACE="").splitlines() if "[Gloo]" not in line]
+    assert ours[:-1] == gloos[:-1] and len(ours) == 10 and ours[-1] == "TorchGroup" != gloos[-1]
+
+
+APART = (
+    "import torch, torch.distributed as dist\n"
+    "from symcomm.torch_backend.register import register; register()\n"
+    "import torch.distributed.nn.functional as differentiable\n"
+    "from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook\n"
+    "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+    "known, called = dist.scatter, []\n"
+    "dist.scatter = lambda *args, **more: (called.append(1), known(*args, **more))\n"
+    "x = torch.ones(2, requires_grad=True)\n"
+    "differentiable.all_to_all([torch.empty(2)], [x])[0].sum().backward()\n"
+    "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+    "from torch.distributed.optim import ZeroRedundancyOptimizer as Zero\n"
+    "zero = Zero(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=1)\n"
+    "try:\n"
+    "    ddp_zero_hook.hook_with_zero_step(lambda state, bucket: None, model, zero)\n"
+    "except RuntimeError as error:\n"
+    "    print(error)\n"
+    "print(x.grad.tolist(), len(called))\n"
+)
+
+
+def test_what_torch_does_worse_for_gloo_it_does_well_for_what_replaces_it():
+    assert run(sys.executable, "-c", APART, SYMCOMM_REPLACE="gloo").splitlines() == ["[1.0, 1.0] 0"]
+    gloos = run_loaded("-c", APART, SYMCOMM_REPLACE="").splitlines()[-2:]
+    assert "may meet hangs" in gloos[0] and gloos[1] == "[1.0, 1.0] 2"
 
 
 REPLACED = "symcomm: SYMCOMM_REPLACE=gloo is set: groups asked of gloo are made by symcomm."

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from symcomm import errors
 from symcomm.ops import BY_NAME, Op
+from symcomm.torch_backend import torch_patches
 from symcomm.torch_backend.overloads import options_of
 from symcomm.types import RedOpType
 
@@ -31,10 +32,16 @@ if TYPE_CHECKING:
     from symcomm.cuda.group import CudaGroup
 
 
-def device_map(group: Any) -> dict[str, str]:
-    """Device type -> backend name, as torch has it for ``group``; empty where torch does not know the group."""
+def named_map(group: Any) -> dict[str, str]:
+    """Device type -> the backend that was asked for, as torch has it; empty where torch does not know the group."""
     told = c10d._world.pg_backend_config.get(group)
     return dict(pair.split(":") for pair in str(told).lower().split(",")) if told else {}
+
+
+def device_map(group: Any) -> dict[str, str]:
+    """Device type -> the backend that serves ``group``, one of ours."""
+    replaced = "gloo" if "replace_gloo" in torch_patches.applied() else ""
+    return {device: "symcomm" if name == replaced else name for device, name in named_map(group).items()}
 
 
 class Engines:

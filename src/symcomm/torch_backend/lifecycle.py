@@ -18,7 +18,7 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.store.lease import root_of
 from symcomm.torch_backend import checks, values
 from symcomm.torch_backend.arguments import seconds_of
-from symcomm.torch_backend.engines import device_map
+from symcomm.torch_backend.engines import device_map, named_map
 from symcomm.torch_backend.reconfigure import Reconfigurable
 from symcomm.torch_backend.work import WorkInfo
 
@@ -230,15 +230,16 @@ class Lifecycle(GroupFacts, Reconfigurable):
     supports_coalescing = True
     supports_shrinking = True
 
-    def getBackendName(self) -> str:
-        return "symcomm"
-
-    _get_backend_name = getBackendName
-
     def known_as(self) -> str:
-        """The name that torch made this group under."""
+        """The name that torch made this group under: also "gloo", where that is replaced."""
         known = str(c10d._world.pg_map.get(self, ("symcomm",))[0])
-        return "symcomm" if ":" in known else known
+        return named_map(self).get("cpu", "symcomm") if ":" in known or known == "undefined" else known
+
+    _get_backend_name = known_as
+
+    def getBackendName(self) -> str:
+        """For C++, which looks for Gloo's own class behind a group of that name."""
+        return "symcomm"
 
     def name(self) -> str:
         """As in torch: the name of the torch backend that we replace, else "custom"."""

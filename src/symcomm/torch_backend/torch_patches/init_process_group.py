@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from symcomm.torch_backend import torch_patches
 from symcomm.torch_backend.torch_patches.patch import Undo, replace_function
 
 
@@ -41,4 +42,5 @@ def apply() -> Undo:
 
 def _is_ours(backend: Any) -> bool:
     """Whether init_process_group(backend) asks for us."""
-    return backend is not None and "symcomm" in str(dist.Backend(str(backend)))
+    ours = ("symcomm", "gloo") if "replace_gloo" in torch_patches.applied() else ("symcomm",)
+    return backend is not None and any(name in str(dist.Backend(str(backend))) for name in ours)

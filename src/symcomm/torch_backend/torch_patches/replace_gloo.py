@@ -1,40 +1,80 @@
-"""What: wherever torch turns a name into a backend, Gloo's name means Symcomm.
-Why: for scripts that name Gloo, and cannot be changed.
+"""What: where torch makes a group of the name "gloo", it makes one of ours. The name stays: whoever asks a group or a
+device for its backend is told "gloo". Two modules of torch that give that name worse treatment, for what Gloo cannot
+do, see ours instead.
+Why: for scripts that name Gloo, and cannot be changed. They compare names, too.
 Versions: all. Applied only where SYMCOMM_REPLACE=gloo is set.
-Undo: names mean what they did.
+Undo: torch makes groups of Gloo's again.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from symcomm.torch_backend import versions
-from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
+from symcomm.torch_backend.torch_patches.patch import Undo, all_of, our_group, replace
+
+# all_to_all with gradients becomes a scatter from every rank; the hooks that overlap DDP with ZeRO are refused.
+TREAT_GLOO_APART = ("torch.distributed.nn.functional", "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook")
+
+
+class _InMaking(threading.local):
+    group = False  # whether this thread is making one
+
+
+_in_making = _InMaking()
 
 
 def apply() -> Undo:
-    """Every place goes through Backend(name), but for the newest interface."""
-    make = dist.Backend.__new__
+    from symcomm.torch_backend.torch_patches import when_imported
 
-    def rename(cls: Any, name: str) -> Any:
-        if isinstance(name, str):
-            name = ",".join(
-                ":".join("symcomm" if word.lower() == "gloo" else word for word in part.split(":"))
-                for part in name.split(",")
-            )
-        return make(cls, name)
+    make, known_map = c10d._new_process_group_helper, c10d.BackendConfig.get_device_backend_map
 
-    defaults, factories = dist.Backend.default_device_backend_map, versions.dist2_factories()
-    known_defaults, known_factories = dict(defaults), dict(factories)
-    named = replace(dist.Backend, "__new__", staticmethod(rename))
-    defaults.update({device: "symcomm" for device, name in defaults.items() if name == "gloo"})
+    @functools.wraps(make)
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        before, _in_making.group = _in_making.group, True
+        try:
+            return make(*args, **kwargs)
+        finally:
+            _in_making.group = before
+
+    def device_backend_map(config: Any) -> dict[str, Any]:
+        found = known_map(config)
+        if not _in_making.group:
+            return found
+        return {device: dist.Backend("symcomm") if name == "gloo" else name for device, name in found.items()}
+
+    factories = versions.dist2_factories()
+    known_factories = dict(factories)
     if "gloo" in factories:
         factories["gloo"] = factories["symcomm"]
-    return all_of(named, lambda: defaults.update(known_defaults), lambda: factories.update(known_factories))
+    return all_of(
+        lambda: factories.update(known_factories),
+        replace(c10d, "_new_process_group_helper", make_group),
+        replace(c10d.BackendConfig, "get_device_backend_map", device_backend_map),
+        when_imported.watch(TREAT_GLOO_APART),
+    )
+
+
+class _OwnName(ModuleType):
+    """torch.distributed, but that ``get_backend`` of our groups is "symcomm"."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    @staticmethod
+    def get_backend(group: Any = None) -> Any:
+        return dist.Backend("symcomm") if our_group(group) is not None else dist.get_backend(group)
+
+
+def tell_own_name(module: Any) -> Undo:
+    return replace(module, "dist", _OwnName("torch.distributed"))
 
 
 @functools.cache  # once a process

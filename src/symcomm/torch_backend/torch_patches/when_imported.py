@@ -4,6 +4,7 @@ finders for them, and applies further patches after a module's own code has run:
 * make_fx.py: calls of our groups become nodes of graphs. comm_debug_mode.py: CommDebugMode counts them.
 * dynamo_rules.py: Dynamo leaves our own code alone.
 * Inductor gets our lowerings, from ``symcomm.compile``.
+* Where Gloo is replaced, two modules that treat its name apart see ours.
 * Inductor can allocate comm buffers on the CPU, while ``torch.ops.symm_mem`` takes CPU tensors.
 
 Why: once something is compiled, torch's compiler must know of us; until then it is not even loaded.
@@ -55,6 +56,12 @@ def _allocate(_: Any) -> Undo:
     return lambda: module.release("operators")
 
 
+def _tell_own_name(module: Any) -> Undo:
+    from symcomm.torch_backend.torch_patches import replace_gloo
+
+    return replace_gloo.tell_own_name(module)
+
+
 _ALLOCATES = "torch._inductor.codegen.wrapper"
 _THEN: dict[str, Callable[[Any], Undo]] = {
     "torch.fx.experimental.proxy_tensor": _trace,
@@ -62,14 +69,24 @@ _THEN: dict[str, Callable[[Any], Undo]] = {
     "torch._dynamo.trace_rules": dynamo_rules.apply,
     "torch._inductor.compile_fx": _install,
     _ALLOCATES: _allocate,
+    "torch.distributed.nn.functional": _tell_own_name,
+    "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": _tell_own_name,
 }
+_COMPILER = (
+    "torch.fx.experimental.proxy_tensor", "torch.distributed.tensor.debug._comm_mode", "torch._dynamo.trace_rules",
+    "torch._inductor.compile_fx",
+)  # fmt: skip
 _wanted: set[str] = set()
 _done: dict[str, Undo] = {}
 
 
 def apply() -> Undo:
     """Patch the compiler now if it is loaded, else when it will be."""
-    names = _THEN.keys() - {_ALLOCATES}
+    return watch(_COMPILER)
+
+
+def watch(names: Iterable[str]) -> Undo:
+    """Apply what belongs to these modules: now to those that are loaded, to the others when they will be."""
     _want(names)
     return lambda: _forget(names)
 
