@@ -1,16 +1,15 @@
-"""Leaving a group and giving its memory back (`_core/group/leave.c`, `_core/group/group.c`): nobody touches a block
-that was given back.
+"""Leaving a group and giving its memory back (`_core/group/visit.c`): nobody touches a block that was given back.
 
-A rank's process has several threads: one that leaves, one in an operation (under the group's lock), one that aborts or
-sends at any time without the lock (a *visit*). Blocks are what the peers have mapped: once a rank knows that all
-others have departed or died it gives its own block back, and it becomes something else.
-All of these words are seq_cst in the core, and pointers are only switched when nobody uses them, so memory is
-``Strong``; but for the end of an operation, which looks without a fence whether a departure waits for it.
+A rank's process has several threads: one that leaves, one in an operation (under the group's lock), others that abort,
+fail, send or ask at any time without the lock (a *visit*). Blocks are what the peers have mapped: once a rank knows
+that all others have departed or died it gives its own block back, and it becomes something else.
+All of these words are seq_cst in the core, so memory is ``Strong``; but for the end of an operation, which looks
+without a fence whether a departure waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from tests.model.explorer import (
@@ -28,31 +27,41 @@ from tests.model.explorer import (
     load,
     lock,
     store,
+    swap,
     unlock,
     until,
 )
 from tests.model.weak import Weak
 
 Steps = Generator[Step, Any, Any]
-OWN, COPY = "own", "copy"
 
 MUTANTS = {
-    "does not settle": "group_leave(): departs while another thread is in an operation",
-    "lets go of the lock": "leave_group(): switches pointers without the lock that operations hold",
-    "does not wait for visitors": "leave_group(): departs while another thread aborts or sends",
+    "does not settle": "leave_end(): departs while another thread is in an operation",
+    "lets go of the lock": "leave_end(): departs without the lock that operations hold",
+    "does not wait for visitors": "leave_end(): departs while another thread aborts or sends",
     "visits without looking": "visit_begin(): does not look whether the group is being left",
     "looks before it counts": "visit_begin(): looks at `leaving` before it has counted itself",
-    "keeps its pointers": "depart(): the group still looks at the shared blocks",
-    "gives back at once": "group_detach(): does not wait for every rank to depart",
-    "waits for the dead": "group_detach(): does not count a dead rank as departed",
+    "locks without looking": "visit_lock(): does not look whether the group was left",
+    "gives back at once": "leave_is_done_by_all(): does not wait for every rank to depart",
+    "waits for the dead": "leave_is_done_by_all(): does not count a dead rank as departed",
 }
+
+# What the compiler refuses: a caller without a visit.
+CALLER_MUTANTS = {
+    "abort without a visit": "group_abort(): a thread aborts the group",
+    "fail without a visit": "group_fail(): a watchdog's thread fails the group",
+    "queued without a visit": "abort_queue(): Ctrl-C ends a call that waits its turn",
+    "report without a visit": "look_at_all(): an observer looks at all ranks",
+    "records without a visit": "group_records(): a thread reads what ranks have published",
+    "status without a visit": "group_status(): a thread asks whether the group has failed",
+    "background without a visit": "background(): the thread that drives messages goes on",
+}
+
+TWO_LEAVERS = {"both leave": "leave_begin(): a second thread leaves beside the first, which departs meanwhile"}
 
 
 def touch_all(me: int, world: int, mark: int) -> Steps:
     """abort_all(): abort word, voided and doorbell of every rank."""
-    where = yield load(f"pointers {me}")
-    if where == COPY:
-        return
     for i in range(world):
         peer = (me + i) % world
         yield compare_and_swap(("abort", peer), 0, 1)
@@ -61,18 +70,18 @@ def touch_all(me: int, world: int, mark: int) -> Steps:
         yield fetch_add(("doorbell", peer), 1)
 
 
-def refused(me: int) -> Steps:
-    """sync_aborted(): looks at the own block, by whatever pointer it finds."""
-    where = yield load(f"pointers {me}")
-    if where == COPY:
-        return True
-    return (yield load(("abort", me))) != 0
+def look_at_all(world: int, word: str) -> Steps:
+    for peer in range(world):
+        yield load((word, peer))
 
 
 def operation(me: int, world: int, without: str) -> Steps:
     """exec_run(): under the lock; refused once the group is left; an operation that fails tells everybody."""
     yield lock(f"lock {me}")
-    if not (yield from refused(me)):
+    left = 0
+    if without != "locks without looking":
+        left = yield load(f"left {me}")  # visit_lock(): then it sees the private block, which refuses it
+    if not left and not (yield load(("abort", me))):
         for peer in range(world):
             if peer != me:
                 yield load(("seq", peer))
@@ -82,8 +91,8 @@ def operation(me: int, world: int, without: str) -> Steps:
     return "done"
 
 
-def visit(me: int, world: int, without: str) -> Steps:
-    """abort(), or a message: without the lock."""
+def visit_begin(me: int, without: str) -> Steps:
+    """Whether the shared blocks may be touched; otherwise a private one is seen, which no model needs."""
     late = 0
     if without == "looks before it counts":
         late = yield load(f"leaving {me}")
@@ -94,10 +103,73 @@ def visit(me: int, world: int, without: str) -> Steps:
         leaving = 0
     else:
         leaving = yield load(f"leaving {me}")
-    if not leaving:
-        yield from touch_all(me, world, 0)
+    if leaving:
+        yield fetch_add(f"visitors {me}", -1)
+    return not leaving
+
+
+def visit_end(me: int) -> Steps:
     yield fetch_add(f"visitors {me}", -1)
+
+
+def visiting(me: int, without: str, caller: str, touch: Callable[[], Steps]) -> Steps:
+    """``touch``, within a visit unless this caller has none."""
+    if without == f"{caller} without a visit":
+        yield from touch()
+    elif (yield from visit_begin(me, without)):
+        yield from touch()
+        yield from visit_end(me)
     return "done"
+
+
+def abort(me: int, world: int, without: str) -> Steps:
+    """abort(), or a message: without the lock."""
+    return (yield from visiting(me, without, "abort", lambda: touch_all(me, world, 0)))
+
+
+def fail_group(me: int, world: int, without: str) -> Steps:
+    """group_fail(), by a watchdog's thread."""
+    return (yield from visiting(me, without, "fail", lambda: touch_all(me, world, 0)))
+
+
+def report(me: int, world: int, without: str) -> Steps:
+    """group_report(): arrivals and states of all."""
+    return (yield from visiting(me, without, "report", lambda: look_at_all(world, "seq")))
+
+
+def records(me: int, world: int, without: str) -> Steps:
+    return (yield from visiting(me, without, "records", lambda: look_at_all(world, "record")))
+
+
+def status(me: int, world: int, without: str) -> Steps:
+    """group_status(): only the own block, which is given back, too."""
+    return (yield from visiting(me, without, "status", lambda: look_at_all(1, "abort")))
+
+
+def background(me: int, world: int, without: str) -> Steps:
+    """The thread that drives messages: a visit for each turn, and one may be its first after the group was left."""
+    for _turn in ("first", "second"):
+        yield from visiting(me, without, "background", lambda: look_at_all(world, "doorbell"))
+    return "ended"
+
+
+def queued(me: int, world: int, without: str) -> Steps:
+    """async_run_queued(): a caller whose operation the group's thread runs; Ctrl-C aborts it, then it is waited for."""
+    if (yield choose("waits", "is interrupted")) == "is interrupted":
+        yield from visiting(me, without, "queued", lambda: touch_all(me, world, 0))
+    return "done"
+
+
+CALLERS: dict[str, Callable[[int, int, str], Steps]] = {
+    "operation": operation,
+    "abort": abort,
+    "fail": fail_group,
+    "report": report,
+    "records": records,
+    "status": status,
+    "background": background,
+    "queued": queued,
+}
 
 
 def depart(me: int, world: int, without: str) -> Steps:
@@ -106,18 +178,21 @@ def depart(me: int, world: int, without: str) -> Steps:
         yield lock(f"lock {me}")
     if without == "lets go of the lock":
         yield unlock(f"lock {me}")
-    for i in range(world):
-        yield fetch_add(("departed", (me + i) % world), 1 << me)  # a byte of its own in the core
-    if without != "keeps its pointers":
-        yield store(f"pointers {me}", COPY)
+    if not (yield load(f"left {me}")):
+        for i in range(world):
+            yield fetch_add(("departed", (me + i) % world), 1 << me)  # a byte of its own in the core
+        yield store(f"left {me}", 1)
     if without not in ("does not settle", "lets go of the lock"):
         yield unlock(f"lock {me}")
 
 
 def leave(me: int, world: int, without: str) -> Steps:
     """group_leave(), then group_detach() until it may give the memory back."""
-    yield store(f"leaving {me}", 1)
+    if without != "both leave" and (yield swap(f"leaver {me}", 1)):
+        return "left to the other"
     yield compare_and_swap(("abort", me), 0, 2)
+    yield store(f"leaving {me}", 1)
+    yield load(("seq", (me + 1) % world))  # p2p_close(): in the visit of whoever leaves
     if without != "does not wait for visitors":
         yield until(f"visitors {me}", 0)
     yield from depart(me, world, without)
@@ -145,28 +220,38 @@ def peer(me: int, world: int, without: str) -> Steps:
     return (yield from leave(me, world, without))
 
 
-def leaving(without: str = "", world: int = 2, deaths: int = 0, threads: tuple = ("operation", "visit")) -> Model:
+def leaving(
+    without: str = "",
+    world: int = 2,
+    deaths: int = 0,
+    threads: Sequence[str] = ("operation", "abort"),
+    leavers: int = 1,
+) -> Model:
     """Rank 0 has several threads, the others one. ``deaths``: how many of the others may die, at any step."""
-    processes: dict = {"rank 0 leaves": lambda: leave(0, world, without)}
-    if "operation" in threads:
-        processes["rank 0 operates"] = lambda: operation(0, world, without)
-    if "visit" in threads:
-        processes["rank 0 visits"] = lambda: visit(0, world, without)
+    processes: dict = {f"rank 0 leaves {n}": lambda: leave(0, world, without) for n in range(leavers)}
+    processes |= {f"rank 0: {name}": lambda name=name: CALLERS[name](0, world, without) for name in threads}
     processes |= {f"rank {r}": lambda r=r: peer(r, world, without) for r in range(1, world)}
-    words: dict = {(w, r): 0 for r in range(world) for w in ("seq", "abort", "voided", "doorbell", "departed")}
+    shared = ("seq", "abort", "voided", "doorbell", "departed", "record")
+    words: dict = {(w, r): 0 for r in range(world) for w in shared}
     for r in range(world):
-        words |= {f"leaving {r}": 0, f"visitors {r}": 0, f"lock {r}": 0, f"pointers {r}": OWN, f"life {r}": 0}
+        words |= {f"{word} {r}": 0 for word in ("leaver", "leaving", "visitors", "lock", "left", "life")}
+    name = f"leaving, {world} ranks, {deaths} deaths, {' and '.join(threads)}" + (", twice" if leavers > 1 else "")
     return Model(
-        f"leaving, {world} ranks, {deaths} deaths, {' and '.join(threads)}" + (f", {without}" if without else ""),
+        name + (f", {without}" if without else ""),
         processes, Strong(words), mortal=[f"rank {r}" for r in range(1, world)], deaths=deaths,
         life=lambda name: f"life {name[5:]}",  # in the arena's header, which is never given back
     )  # fmt: skip
 
 
+def careless(without: str) -> Model:
+    """One of ``CALLER_MUTANTS``."""
+    return leaving(without, threads=(without.split()[0],))
+
+
 # --- a thread that leaves in the middle of a call ------------------------------------------------------
 
 LATE_MUTANTS = {
-    "nobody looks again": "group_detach(): does not try a departure that was put off",
+    "nobody looks again": "leave_is_done_by_all(): does not try a departure that was put off",
     "departs twice": "leave_late(): departs without the lock",
 }
 
@@ -192,7 +277,7 @@ def leave_within(without: str) -> Steps:
 
 
 def ending(without: str) -> Steps:
-    """exec_run(): lets go of the lock, and looks."""
+    """visit_unlock(): lets go of the lock, and looks."""
     yield unlock("lock")
     if (yield load("departs_late")):
         yield from try_to_depart(without)

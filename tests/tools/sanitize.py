@@ -4,18 +4,21 @@ Builds the extension with each of them in a temporary copy of the sources, then 
 has the sanitizer's library preloaded. Ranks are threads: their shared memory is one address space then, so that
 ThreadSanitizer sees the very synchronisation that processes rely on; a few run as processes too, which take other ways
 through the core. Arrays are NumPy's, since torch is far too slow and noisy under a sanitizer; some are dressed up to
-take torch's short ways. Any report fails the run.
+take torch's short ways. Any report fails the run. ``python -m tests.tools.sanitize thread leaving`` runs one part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"address,undefined": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
@@ -31,21 +34,25 @@ if "SYMCOMM_SANITIZING" in os.environ:  # here and in ranks that are processes
     arena.physical_bytes = lambda: 512 << 20  # ThreadSanitizer leaves too few addresses for the usual arenas
 
 
-def drive() -> None:
+def drive(only: list[str]) -> None:
     import symcomm
 
+    def chosen(*parts: Callable[..., None]) -> list[Callable[..., None]]:
+        return [part for part in parts if part.__name__ in only or not only]
+
     for world in (1, 2, 3, 5):
-        for part in (collectives, messages, asynchronous, failures, short_ways, one_sided):
+        for part in chosen(collectives, messages, asynchronous, failures, short_ways, one_sided, leaving):
             symcomm.spawn(part, world, mode="threads", timeout=60, deadline=SECONDS)
             print(f"  {part.__name__}, {world} ranks", flush=True)
-    for part in (collectives, messages, short_ways, one_sided):
+    for part in chosen(collectives, messages, short_ways, one_sided, leaving, interrupted):
         symcomm.spawn(part, 2, mode="processes", timeout=60, deadline=SECONDS)
         print(f"  {part.__name__}, 2 processes", flush=True)
-    symcomm.spawn(lock_watch, 2, mode="threads", deadline=SECONDS)
-    reductions()
-    many_tensors()
-    store_server()
-    print("  lock watch, reductions, many tensors, store server", flush=True)
+    for part in chosen(lock_watch):
+        symcomm.spawn(part, 2, mode="threads", deadline=SECONDS)
+        print(f"  {part.__name__}, 2 ranks", flush=True)
+    for part in chosen(reductions, many_tensors, store_server):
+        part()
+        print(f"  {part.__name__}", flush=True)
 
 
 def symmetric(g, count, dtype="f4"):
@@ -190,6 +197,86 @@ def failures(g) -> None:
     g.barrier()
 
 
+def leaving(g) -> None:
+    """One thread leaves a group while others use it: a watchdog that fails it, observers, messages."""
+    import numpy as np
+
+    from symcomm import errors
+    from symcomm._core import native
+
+    team: Any = None
+    done = threading.Event()
+    problems: list[BaseException] = []
+    calls: list[Callable[[], object]] = [
+        lambda: native.group_report(team.handle),
+        lambda: native.group_status(team.handle),
+        lambda: [native.group_records(team.handle, kind) for kind in (native.RECORD_CALL, native.RECORD_VOTE)],
+        lambda: native.group_publish(team.handle, native.RECORD_CALL, b"words"),
+        lambda: native.group_announce(team.handle, 3),
+        lambda: team.isend(np.ones(3), (g.rank + 1) % g.size, done.is_set()),
+        lambda: native.group_fail(team.handle, native.STATUS_TIMEOUT, 0),
+    ]
+
+    def use(call: Callable[[], object]) -> None:
+        try:
+            while not done.is_set():
+                with contextlib.suppress(errors.SymcommError):
+                    call()
+        except BaseException as error:
+            problems.append(error)
+
+    for turn in range(3 * len(calls)):
+        done.clear()
+        team = g.split(0, name=f"leaving {turn}")
+        # The last of them fails the group at once, and others' calls are short then.
+        users = [threading.Thread(target=use, args=(call,)) for call in calls[: 2 + turn % (len(calls) - 1)]]
+        for user in users:
+            user.start()
+        team.leave_now()
+        done.set()
+        for user in users:
+            user.join()
+    assert not problems, problems
+    g.barrier()
+
+
+def interrupted(g) -> None:
+    """A signal ends a call that waits its turn, while another thread leaves the group."""
+    import signal
+
+    import numpy as np
+
+    from symcomm import errors
+    from symcomm._core import native
+
+    def leave(team: Any) -> None:
+        while not native.group_status(team.handle):
+            pass
+        team.leave_now()
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, stop)
+    stopped = 0
+    for turn in range(20):
+        team = g.split(0, name=f"interrupted {turn}")
+        if g.rank == 0:
+            work = team.all_reduce(np.ones(3), async_op=True)
+            leaver = threading.Thread(target=leave, args=(team,))
+            leaver.start()
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            try:
+                team.barrier()
+            except (KeyboardInterrupt, errors.SymcommError) as error:
+                stopped += isinstance(error, KeyboardInterrupt)
+            leaver.join()
+            with contextlib.suppress(errors.SymcommError):
+                work.wait()
+    assert stopped or g.rank, "no call was interrupted"
+    g.barrier()
+
+
 def one_sided(g) -> None:
     """Puts and counted signals, with and without a look by Python."""
     import json
@@ -324,7 +411,7 @@ def build(folder: Path, kind: str) -> None:
     subprocess.run(command, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def run(folder: Path, kind: str) -> bool:
+def run(folder: Path, kind: str, only: list[str]) -> bool:
     suppressions = folder / "tsan.txt"
     # The interpreter closes sockets where it knows that nobody uses them; the loader frees the thread-local memory of
     # threads that have ended, which it knows from the kernel.
@@ -340,7 +427,7 @@ def run(folder: Path, kind: str) -> bool:
         "PYTHONMALLOC": "malloc",
         "SYMCOMM_SANITIZING": "1",
     }
-    command = [sys.executable, "-m", "tests.tools.sanitize", "--drive"]
+    command = [sys.executable, "-m", "tests.tools.sanitize", "--drive", *only]
     done = subprocess.run(command, cwd=folder, env=env, timeout=SECONDS)
     print(f"{kind}: {'clean' if done.returncode == 0 else f'FAILED with code {done.returncode}'}", flush=True)
     return done.returncode == 0
@@ -348,15 +435,16 @@ def run(folder: Path, kind: str) -> bool:
 
 def main() -> int:
     if "--drive" in sys.argv:
-        drive()
+        drive(sys.argv[2:])
         return 0
     kinds = [k for k in KINDS if k in sys.argv[1:]] or list(KINDS)
+    only = [name for name in sys.argv[1:] if name not in KINDS]
     good = True
     for kind in kinds:
         print(f"{kind}: building", flush=True)
         with tempfile.TemporaryDirectory(prefix="symcomm-sanitize-") as folder:
             build(Path(folder), kind)
-            good &= run(Path(folder), kind)
+            good &= run(Path(folder), kind, only)
     return 0 if good else 1
 
 

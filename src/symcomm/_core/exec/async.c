@@ -11,14 +11,17 @@
 #include "sync/sync.h"
 
 struct worker {
+    struct group *group;
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    struct request *first, *last;
+    struct request *first, *last; /* with the lock held, as the next two */
+    uint64_t number;              /* of the last operation queued */
+    bool stopping;
     _Atomic int pending; /* queued or running */
-    uint64_t number;     /* of the last operation queued */
-    bool stopping, joined;
-    void (*on_exit)(void *); /* called by the thread itself at its end, once nobody else knows the group any more */
+    _Atomic bool joined; /* nobody is the thread any more */
+    /* Called by the thread itself at its end, once nobody else knows the group any more. Only it uses these two. */
+    void (*on_exit)(void *);
     void *argument;
 };
 
@@ -32,12 +35,12 @@ static struct request *take(struct worker *w) {
 }
 
 static void *work(void *argument) {
-    struct group *g = argument;
-    struct worker *w = g->worker;
+    struct worker *w = argument;
+    struct group *g = w->group;
     struct request *r;
     while ((r = take(w)) != NULL) {
         symcomm_awaited = &r->awaited;
-        r->status = g->left ? STATUS_LEFT : exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
+        r->status = leave_is_done(g) ? STATUS_LEFT : exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
         bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
         if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
         atomic_store_explicit(&r->done, 1, memory_order_release);
@@ -57,20 +60,28 @@ static void *work(void *argument) {
     return NULL;
 }
 
+static void free_worker(struct worker *w) {
+    pthread_mutex_destroy(&w->lock);
+    pthread_cond_destroy(&w->changed);
+    free(w);
+}
+
+/* With the interpreter lock held, so that there is one. Others may ask for it at any time, so it is complete when they
+ * see it. */
 static struct worker *start(struct group *g) {
     struct worker *w = calloc(1, sizeof *w);
     if (w == NULL) return NULL;
+    w->group = g;
     pthread_mutex_init(&w->lock, NULL);
     pthread_cond_init(&w->changed, NULL);
-    g->worker = w;
-    if (thread_start(&w->thread, "symcomm-async", THREAD_STACK_PYTHON, work, g) == 0) return w;
-    async_free(g);
+    if (thread_start(&w->thread, "symcomm-async", THREAD_STACK_PYTHON, work, w) == 0) return g->worker = w;
+    free_worker(w);
     return NULL;
 }
 
 int async_submit(struct group *g, struct request *r) {
-    struct worker *w = g->worker ? g->worker : start(g);
-    if (w == NULL) return -1;
+    struct worker *w = g->worker;
+    if (w == NULL && (w = start(g)) == NULL) return -1;
     r->from.created = symcomm_ticks(), r->from.way |= FLIGHT_QUEUED;
     pthread_mutex_lock(&w->lock);
     bool late = w->stopping; /* another thread leaves the group at this moment: nobody would take it */
@@ -92,7 +103,8 @@ int async_submit(struct group *g, struct request *r) {
 }
 
 bool async_idle(struct group *g) {
-    return g->worker == NULL || atomic_load_explicit(&g->worker->pending, memory_order_acquire) == 0;
+    struct worker *w = atomic_load_explicit(&g->worker, memory_order_acquire);
+    return w == NULL || atomic_load_explicit(&w->pending, memory_order_acquire) == 0;
 }
 
 /* False: the time is up, or a signal handler raised. */
@@ -142,16 +154,13 @@ void async_stop(struct group *g) {
 
 void async_free(struct group *g) {
     struct worker *w = g->worker;
-    if (w == NULL) return;
-    pthread_mutex_destroy(&w->lock);
-    pthread_cond_destroy(&w->changed);
-    free(w);
+    if (w) free_worker(w);
     g->worker = NULL;
 }
 
 void async_at_end(struct group *g, void (*on_exit)(void *), void *argument) {
-    g->worker->argument = argument;
-    g->worker->on_exit = on_exit;
+    struct worker *w = g->worker;
+    w->argument = argument, w->on_exit = on_exit;
     async_stop(g);
 }
 
@@ -172,6 +181,13 @@ struct request *async_request(struct group *g, const struct plan *p, const struc
     return NULL;
 }
 
+/* Ctrl-C: the operations before this one, and this one, end on every rank. */
+static void abort_queue(struct group *g) {
+    struct visit v;
+    if (visit_begin(&v, g)) sync_fail(&v, STATUS_ABORTED, g->rank); /* else another thread leaves, which ends them */
+    visit_end(&v);
+}
+
 int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
                          struct origin from) {
     struct request *r = async_request(g, p, b, timeout, from);
@@ -180,8 +196,8 @@ int64_t async_run_queued(struct group *g, const struct plan *p, const struct buf
     if (async_submit(g, r) == 0) {
         bool done = async_wait(r, 0);
         if (!done) {
-            sync_fail(g, STATUS_ABORTED, g->rank); /* Ctrl-C; the buffers are the caller's, so wait for the worker */
-            symcomm_interrupted = NULL;
+            abort_queue(g);
+            symcomm_interrupted = NULL; /* the buffers are the caller's, so wait for the worker */
             async_wait(r, 0);
         }
         status = done ? r->status : STATUS_INTERRUPTED;

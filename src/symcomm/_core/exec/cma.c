@@ -15,8 +15,8 @@
 
 enum { UNKNOWN, READABLE, REFUSED };
 
-void cma_introduce(struct group *g) {
-    struct control *me = g->control[g->rank];
+void cma_introduce(const struct visit *v) {
+    struct control *me = block_of(v, v->group->rank);
     uint64_t token = 0;
     if (getrandom(&token, sizeof token, GRND_NONBLOCK) != sizeof token) token = 0;
     atomic_store(&me->token, token);
@@ -33,9 +33,10 @@ static pid_t owner_of(struct group *g, int rank) {
     return (pid_t)(atomic_load_explicit(g->life[rank], memory_order_acquire) & FUTEX_TID_MASK);
 }
 
-bool cma_can_read(struct group *g, int rank) {
+bool cma_can_read(const struct visit *v, int rank) {
+    struct group *g = v->group;
     if (!g->own_process || rank == g->rank) return rank == g->rank;
-    struct control *peer = g->control[rank];
+    struct control *peer = block_of(v, rank);
     if (g->readable[rank] == UNKNOWN && atomic_load(&peer->state) == CONTROL_IN_USE) { /* it has introduced itself */
         uint64_t token = 0, expected = atomic_load(&peer->token);
         ssize_t got = read_from(owner_of(g, rank), &token, atomic_load(&peer->token_address), sizeof token);
@@ -57,16 +58,17 @@ bool cma_is_readable(char *const *buffers, int n, int64_t nbytes) {
     return process_vm_readv(getpid(), &local, 1, ends, (unsigned long)(2 * n), 0) == 2 * n;
 }
 
-int cma_read(struct group *g, int rank, char *dst, uint64_t address, int64_t nbytes) {
+int cma_read(const struct visit *v, int rank, char *dst, uint64_t address, int64_t nbytes) {
+    struct group *g = v->group;
     for (int64_t done = 0; done < nbytes;) {
         size_t n = (size_t)(nbytes - done < AT_ONCE ? nbytes - done : AT_ONCE);
         ssize_t got = read_from(owner_of(g, rank), dst + done, address + (uint64_t)done, n);
         int error = got < 0 ? errno : got == 0 ? EFAULT : 0;
         /* If it is, who knows whose memory that was. */
-        int gone = error == ESRCH ? STATUS_DEAD : sync_marked_gone(g, rank);
-        if (gone) return sync_fail(g, gone, rank);
-        if (sync_is_void(g, g->seq)) return sync_aborted(g); /* the owner has it back */
-        if (error && error != EINTR) return sync_fail(g, STATUS_UNREADABLE, rank);
+        int gone = error == ESRCH ? STATUS_DEAD : sync_marked_gone(v, rank);
+        if (gone) return sync_fail(v, gone, rank);
+        if (sync_is_void(v, g->seq)) return sync_aborted(v); /* the owner has it back */
+        if (error && error != EINTR) return sync_fail(v, STATUS_UNREADABLE, rank);
         if (got > 0) done += got;
     }
     return STATUS_OK;

@@ -8,16 +8,16 @@
 #include "sync/sync.h"
 
 /* What peers need in order to find out whether they may read this rank's memory. */
-void cma_introduce(struct group *g);
+void cma_introduce(const struct visit *v);
 
 /* Whether this process may read that rank's memory, and finds that rank's there. Asked once for each rank. */
-bool cma_can_read(struct group *g, int rank);
+bool cma_can_read(const struct visit *v, int rank);
 
 /* Whether the kernel lets peers read these buffers, of nbytes each: not what a driver has mapped. */
 bool cma_is_readable(char *const *buffers, int n, int64_t nbytes);
 
 /* From an address in that rank's memory. What is read is only right if the operation is not void afterwards. */
-int cma_read(struct group *g, int rank, char *dst, uint64_t address, int64_t nbytes);
+int cma_read(const struct visit *v, int rank, char *dst, uint64_t address, int64_t nbytes);
 
 /* For messages, which know in other ways whether their sender has given up. False: not all could be read, or the rank
  * is dead, so that its pid may be another process's. */

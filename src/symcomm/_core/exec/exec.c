@@ -17,7 +17,8 @@
 #define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
 
 struct run {
-    struct group *g;
+    const struct visit *v;
+    struct group *g; /* v->group */
     const struct plan *p;
     const struct buffers *b;
     struct deadline deadline;
@@ -27,8 +28,10 @@ struct run {
     int half;
 };
 
+static struct arrival *arrival_of(const struct run *x, int rank) { return &block_of(x->v, rank)->arrival[x->half]; }
+
 static char *peer_tensor(struct run *x, int rank, bool output) {
-    struct arrival *a = &x->g->control[rank]->arrival[x->half];
+    struct arrival *a = arrival_of(x, rank);
     int64_t offset = atomic_load_explicit(output ? &a->out_offset : &a->in_offset, memory_order_relaxed);
     return x->g->arena[rank] + offset;
 }
@@ -38,7 +41,7 @@ static char *resolve(struct run *x, const struct plan_place *at, int64_t turn) {
     switch (at->space) {
     case SPACE_IN: return x->b->in[at->index] + position;
     case SPACE_OUT: return x->b->out[at->index] + position;
-    case SPACE_STAGE: return x->g->stage[at->index] + x->half * x->g->stage_bytes + position;
+    case SPACE_STAGE: return stage_of(x->v, (int)at->index) + x->half * x->g->stage_bytes + position;
     case SPACE_PEER_IN: return peer_tensor(x, (int)at->index, false) + position;
     default: return peer_tensor(x, (int)at->index, true) + position;
     }
@@ -51,12 +54,12 @@ static bool is_nontemporal(const struct run *x, int64_t place) {
 
 /* Where a rank that lends its tensors writes where they are: no rank stages anything then. */
 static _Atomic uint64_t *addresses_of(struct run *x, int rank) {
-    return (_Atomic uint64_t *)(void *)(x->g->stage[rank] + x->half * x->g->stage_bytes);
+    return (_Atomic uint64_t *)(void *)(stage_of(x->v, rank) + x->half * x->g->stage_bytes);
 }
 
 static bool is_remote(struct run *x, const struct plan_place *at) {
     if (!x->attached || at->space != SPACE_PEER_IN) return false;
-    return atomic_load_explicit(&x->g->control[at->index]->arrival[x->half].in_offset, memory_order_relaxed) < 0;
+    return atomic_load_explicit(&arrival_of(x, (int)at->index)->in_offset, memory_order_relaxed) < 0;
 }
 
 static int remote_step(struct run *x, const struct plan_step *s, int64_t nbytes) {
@@ -64,7 +67,7 @@ static int remote_step(struct run *x, const struct plan_step *s, int64_t nbytes)
     int64_t piece = x->p->attach_bytes;
     _Atomic uint64_t *first = &addresses_of(x, (int)at->index)[at->offset / piece];
     uint64_t address = atomic_load_explicit(first, memory_order_relaxed) + (uint64_t)(at->offset % piece);
-    return cma_read(x->g, (int)at->index, resolve(x, &x->p->places[s->dst], 0), address, nbytes);
+    return cma_read(x->v, (int)at->index, resolve(x, &x->p->places[s->dst], 0), address, nbytes);
 }
 
 static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
@@ -100,7 +103,7 @@ static int wait_progress(struct run *x, int64_t who, int64_t value) {
         .who = who < 0 ? 0 : (int)who,
         .target = x->g->seq << PLAN_SIGNAL_BITS | (uint64_t)value,
     };
-    return sync_wait(x->g, &c, &x->deadline);
+    return sync_wait(x->v, &c, &x->deadline);
 }
 
 static int run_step(struct run *x, const struct plan_step *s, int64_t turn, bool last) {
@@ -112,7 +115,7 @@ static int run_step(struct run *x, const struct plan_step *s, int64_t turn, bool
         copy_step(x, s, turn, nbytes);
         return STATUS_OK;
     case OP_REDUCE: reduce_step(x, s, turn, nbytes); return STATUS_OK;
-    case OP_SIGNAL: sync_signal(x->g, x->g->seq << PLAN_SIGNAL_BITS | (uint64_t)value); return STATUS_OK;
+    case OP_SIGNAL: sync_signal(x->v, x->g->seq << PLAN_SIGNAL_BITS | (uint64_t)value); return STATUS_OK;
     default: return wait_progress(x, s->who, value);
     }
 }
@@ -150,7 +153,7 @@ static uint64_t signature_of(const struct plan *p) {
 }
 
 static void arrive(struct run *x, int64_t in_offset, int64_t out_offset, bool attached) {
-    struct control *me = x->g->control[x->g->rank];
+    struct control *me = block_of(x->v, x->g->rank);
     struct arrival *a = &me->arrival[x->half];
     if ((x->g->seq & 0xffffffff) == 0) /* a signal of 2^40 operations ago would pass for one of today's */
         atomic_store_explicit(&me->progress, x->g->seq << PLAN_SIGNAL_BITS, memory_order_relaxed);
@@ -160,12 +163,12 @@ static void arrive(struct run *x, int64_t in_offset, int64_t out_offset, bool at
     atomic_store_explicit(&a->out_offset, out_offset, memory_order_relaxed);
     atomic_store_explicit(&a->attached, attached, memory_order_relaxed);
     atomic_store_explicit(&a->seq, x->g->seq, memory_order_release);
-    sync_wake_peers(x->g);
+    sync_wake_peers(x->v);
 }
 
 /* Whether rank r, which has arrived at this operation, made another call. */
 static bool differs(struct run *x, int r) {
-    struct arrival *a = &x->g->control[r]->arrival[x->half];
+    struct arrival *a = arrival_of(x, r);
     return atomic_load_explicit(&a->signature, memory_order_relaxed) != signature_of(x->p) ||
            atomic_load_explicit(&a->count, memory_order_relaxed) != (uint64_t)x->p->count;
 }
@@ -173,7 +176,7 @@ static bool differs(struct run *x, int r) {
 /* The first rank that has arrived at this operation with another signature, or -1. */
 static int find_mismatch(struct run *x) {
     for (int r = 0; r < x->g->world; r++) {
-        struct arrival *a = &x->g->control[r]->arrival[x->half];
+        struct arrival *a = arrival_of(x, r);
         if (atomic_load_explicit(&a->seq, memory_order_acquire) == x->g->seq && differs(x, r)) return r;
     }
     return -1;
@@ -182,13 +185,13 @@ static int find_mismatch(struct run *x) {
 static int compare_calls(void *context) {
     struct run *x = context;
     int other = find_mismatch(x);
-    return other >= 0 ? sync_fail(x->g, STATUS_MISMATCH, other) : STATUS_OK;
+    return other >= 0 ? sync_fail(x->v, STATUS_MISMATCH, other) : STATUS_OK;
 }
 
 /* Waits for all arrivals. Two that differ end the wait, however long a third one takes. */
 static int await_arrivals(struct run *x) {
     struct condition c = {.kind = WAIT_ARRIVED_ALL, .target = x->g->seq, .check = compare_calls, .context = x};
-    int status = sync_wait(x->g, &c, &x->deadline);
+    int status = sync_wait(x->v, &c, &x->deadline);
     return status ? status : compare_calls(x);
 }
 
@@ -198,7 +201,7 @@ static void check_arrivals(struct run *x, bool *direct, bool *skipped) {
     bool symmetric = x->p->has_direct, attached = x->p->attach_bytes > 0;
     *skipped = false;
     for (int r = 0; x->p->has_direct && r < x->g->world; r++) {
-        struct arrival *a = &x->g->control[r]->arrival[x->half];
+        struct arrival *a = arrival_of(x, r);
         int64_t needs = x->p->needs[r];
         bool there = satisfies(needs, atomic_load_explicit(&a->in_offset, memory_order_relaxed),
                                atomic_load_explicit(&a->out_offset, memory_order_relaxed));
@@ -218,12 +221,12 @@ static int run_body(struct run *x, bool skipped_head) {
     if (direct) {
         flight_add_path(x->g->recording, x->attached ? FLIGHT_ATTACHED : FLIGHT_DIRECT);
         /* Its owner has it back. */
-        if (x->p->writes_outputs && sync_is_void(x->g, x->g->seq)) return sync_aborted(x->g);
+        if (x->p->writes_outputs && sync_is_void(x->v, x->g->seq)) return sync_aborted(x->v);
         return run_part(x, PLAN_DIRECT);
     }
     if (someone_skipped) {
         if (skipped_head && (status = run_part(x, PLAN_HEAD))) return status;
-        sync_signal(x->g, x->g->seq << PLAN_SIGNAL_BITS | PLAN_MIXED_SIGNAL);
+        sync_signal(x->v, x->g->seq << PLAN_SIGNAL_BITS | PLAN_MIXED_SIGNAL);
         if ((status = wait_progress(x, -1, PLAN_MIXED_SIGNAL))) return status;
     }
     return run_part(x, PLAN_STAGED);
@@ -244,7 +247,7 @@ static bool attach(struct run *x, int64_t in_offset) {
     const struct plan *p = x->p;
     if (!p->attach_bytes || !g->own_process || (x->nontemporal && !p->attach_large)) return false;
     for (int r = 0; r < g->world; r++)
-        if ((p->needs[r] & NEED_INPUT) && !cma_can_read(g, r)) return false;
+        if ((p->needs[r] & NEED_INPUT) && !cma_can_read(x->v, r)) return false;
     if (!(p->needs[g->rank] & NEED_INPUT) || in_offset >= 0) return true;
     char *pieces[MAX_WORLD];
     if (!find_pieces(x, pieces)) return false;
@@ -272,7 +275,7 @@ static int run_whole(struct run *x) {
  * call finds that out before it would. */
 static bool is_written(struct run *x) {
     for (int r = 0; r < x->g->world; r++) {
-        struct arrival *a = &x->g->control[r]->arrival[x->half];
+        struct arrival *a = arrival_of(x, r);
         if (r == x->g->rank || atomic_load(&a->seq) != x->g->seq || atomic_load(&a->left) == x->g->seq || differs(x, r))
             continue;
         if (!life_has_ended(x->g->life[r])) return true;
@@ -284,7 +287,7 @@ static bool is_written(struct run *x) {
  * to one ends at its next wait, or finds that it must not begin. One that was stopped in the middle would go on
  * whenever it wakes; it is left with the pages that it knows, and my tensor gets others. */
 static void abandon(struct run *x) {
-    sync_void(x->g);
+    sync_void(x->v);
     if (!x->p->writes_outputs || x->out_offset < 0 || !is_written(x)) return;
     if (symcomm_before_waiting) symcomm_before_waiting();
     int64_t end = symcomm_now_ns() + (x->g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
@@ -298,13 +301,16 @@ static bool fits(const struct group *g, const struct plan *p, const struct buffe
            p->n_out <= b->n_out;
 }
 
-static int run_locked(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
+static int run_locked(const struct visit *v, const struct plan *p, const struct buffers *b, int64_t timeout) {
+    struct group *g = v->group;
+    struct control *me = block_of(v, g->rank);
     if (!fits(g, p, b)) return STATUS_PLAN;
-    int status = sync_aborted(g);
-    bool late = status == STATUS_MISMATCH && atomic_load(&g->control[g->rank]->abort_seq) == g->seq + 1;
+    int status = sync_aborted(v);
+    bool late = status == STATUS_MISMATCH && atomic_load(&me->abort_seq) == g->seq + 1;
     if (status && !late) return status;
     atomic_store_explicit(&g->seq, g->seq + 1, memory_order_release); /* with the lock held */
-    struct run x = {.g = g,
+    struct run x = {.v = v,
+                    .g = g,
                     .p = p,
                     .b = b,
                     .deadline = {.timeout = timeout},
@@ -312,14 +318,13 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
                     .half = (int)(g->seq & 1),
                     .nontemporal = nt_pays(p->copied_bytes * (uint64_t)g->world)};
     if (late) {
-        atomic_store(&g->control[g->rank]->arrival[x.half].left, g->seq);
+        atomic_store(&me->arrival[x.half].left, g->seq);
         arrive(&x, -1, -1, false); /* so that everybody's error names this call too */
         return status;
     }
     status = run_whole(&x);
-    if (status == STATUS_OK && sync_is_void(g, g->seq)) status = sync_aborted(g);
-    if (p->writes_outputs)
-        atomic_store_explicit(&g->control[g->rank]->arrival[x.half].left, g->seq, memory_order_release);
+    if (status == STATUS_OK && sync_is_void(v, g->seq)) status = sync_aborted(v);
+    if (p->writes_outputs) atomic_store_explicit(&me->arrival[x.half].left, g->seq, memory_order_release);
     if (status != STATUS_OK) abandon(&x);
     return status;
 }
@@ -339,28 +344,16 @@ static struct flight_entry *record(struct group *g, const struct plan *p, uint64
     return flight_begin(g->flight, &facts, number);
 }
 
-static THREAD_LOCAL char this_thread; /* its address names the thread */
-
 int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from) {
-    if (atomic_load_explicit(&g->holder, memory_order_relaxed) == &this_thread) return STATUS_NESTED;
-    symcomm_lock(&g->lock);
-    atomic_store_explicit(&g->holder, &this_thread, memory_order_relaxed);
+    struct visit v;
+    if (!visit_lock(&v, g)) return STATUS_NESTED;
     int64_t seq = (int64_t)g->seq + 1; /* also when it is refused, and not counted */
     uint64_t now = symcomm_ticks(), number = 0;
     atomic_store_explicit(&g->started, now, memory_order_relaxed);
     g->recording = record(g, p, now, from, &number);
-    int64_t status = run_locked(g, p, b, timeout);
+    int64_t status = run_locked(&v, p, b, timeout);
     flight_end(g->recording, number, (int)status);
     g->recording = NULL;
-    atomic_store_explicit(&g->holder, NULL, memory_order_relaxed);
-    pthread_mutex_unlock(&g->lock);
-    if (atomic_load_explicit(&g->departs_late, memory_order_relaxed)) leave_late(g);
+    visit_unlock(&v);
     return status ? status | seq << 8 : 0;
-}
-
-bool exec_settle(struct group *g) {
-    if (atomic_load_explicit(&g->holder, memory_order_relaxed) == &this_thread) return false;
-    symcomm_lock(&g->lock);
-    pthread_mutex_unlock(&g->lock);
-    return true;
 }

@@ -16,9 +16,5 @@ struct buffers {
  * 0, or a status with the operation's number above its 8 bits. */
 int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from);
 
-/* Returns once no other thread is in an operation of the group; new ones are to be refused already. False: this thread
- * is. */
-bool exec_settle(struct group *g);
-
 /* Whether it will be over in microseconds once all ranks have come, and none of them needs this thread to go on. */
 static inline bool exec_is_short(const struct group *g, const struct plan *p) { return g->own_process && p->is_short; }

@@ -17,14 +17,11 @@
 #include "sync/sync.h"
 
 static void free_group(struct group *g) {
-    free(g->control);
-    free(g->stage);
+    blocks_free(g->blocks);
     free(g->arena);
-    free(g->own_copy);
     free(g->readable);
     free((void *)g->life);
     async_free(g);
-    pthread_mutex_destroy(&g->lock);
     free(g);
 }
 
@@ -34,12 +31,15 @@ static void release_core(struct group *g) {
 
 /* Nobody refers to the group any more. What still runs on it could wait for ever, so it is ended. */
 static void drop_now(struct group *g) {
+    struct visit visit;
     Py_BEGIN_ALLOW_THREADS;
-    if (!async_idle(g)) sync_fail(g, STATUS_ABORTED, g->rank);
-    atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
+    visit_begin(&visit, g);
+    if (!async_idle(g)) sync_fail(&visit, STATUS_ABORTED, g->rank);
+    atomic_store(&block_of(&visit, g->rank)->state, CONTROL_LEFT);
     release_core(g);
     async_stop(g);
-    p2p_drop(g);
+    p2p_drop(&visit);
+    visit_end(&visit);
     Py_END_ALLOW_THREADS;
     dispatch_cache_drop(g);
     PyObject *kept = g->kept;
@@ -73,13 +73,35 @@ static struct group *allocate_group(int rank, int world) {
     if (g == NULL) return NULL;
     size_t n = (size_t)world;
     g->rank = rank, g->world = world;
-    pthread_mutex_init(&g->lock, NULL);
-    g->control = calloc(n, sizeof *g->control), g->stage = calloc(n, sizeof *g->stage);
     g->arena = calloc(n, sizeof *g->arena), g->life = calloc(n, sizeof *g->life);
     g->readable = calloc(n, 1);
-    if (g->control && g->stage && g->arena && g->life && g->readable) return g;
+    if (g->arena && g->life && g->readable) return g;
     free_group(g);
     return NULL;
+}
+
+/* False: out of memory, or an exception is set. */
+static bool make_blocks(struct group *g, PyObject *controls, PyObject *stages) {
+    char *control[MAX_BUFFERS], *stage[MAX_BUFFERS];
+    if (fill(controls, g->world, (void **)control) < 0 || fill(stages, g->world, (void **)stage) < 0) return false;
+    return (g->blocks = blocks_make(g->rank, g->world, control, stage)) != NULL;
+}
+
+/* The same. */
+static bool open_channels(struct group *g, PyObject *channels) {
+    char *outgoing[MAX_BUFFERS];
+    return fill(channels, g->world, (void **)outgoing) == 0 && p2p_open(g, outgoing) == 0;
+}
+
+/* Shows the other ranks that this one is there. */
+static void introduce(struct group *g) {
+    struct visit visit;
+    visit_begin(&visit, g);
+    struct control *me = block_of(&visit, g->rank);
+    atomic_store(&me->progress, g->seq << PLAN_SIGNAL_BITS);
+    cma_introduce(&visit);
+    atomic_store(&me->state, CONTROL_IN_USE);
+    visit_end(&visit);
 }
 
 static PyObject *make_group(PyObject *Py_UNUSED(self), PyObject *args) {
@@ -104,19 +126,12 @@ static PyObject *make_group(PyObject *Py_UNUSED(self), PyObject *args) {
     g->seq = seq;
     g->flight = (struct flight *)(uintptr_t)flight, g->flight_group = flight_group;
     g->stage_bytes = stage_bytes, g->arena_bytes = arena_bytes;
-    if (fill(control, world, (void **)g->control) < 0 || fill(stage, world, (void **)g->stage) < 0 ||
-        fill(arena, world, (void **)g->arena) < 0 || fill(life, world, (void **)g->life) < 0) {
-        free_group(g);
-        return NULL;
-    }
-    char *outgoing[MAX_BUFFERS];
-    if (fill(channels, world, (void **)outgoing) < 0 || p2p_open(g, outgoing) < 0) {
+    if (fill(arena, world, (void **)g->arena) < 0 || fill(life, world, (void **)g->life) < 0 ||
+        !make_blocks(g, control, stage) || !open_channels(g, channels)) {
         free_group(g);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
-    atomic_store(&g->control[rank]->progress, g->seq << PLAN_SIGNAL_BITS);
-    cma_introduce(g);
-    atomic_store(&g->control[rank]->state, CONTROL_IN_USE);
+    introduce(g);
     atomic_fetch_add(&life_of(g->life[rank])->cpu.joined, 1);
     atomic_store(&g->needs_core, true);
     return g->capsule = PyCapsule_New(g, GROUP_CAPSULE, drop_group);
@@ -162,7 +177,7 @@ static PyObject *group_abort(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct visit visit;
     if (g == NULL) return NULL;
     if (!visit_begin(&visit, g)) Py_RETURN_NONE; /* the others learn that it is left */
-    sync_fail(g, STATUS_ABORTED, g->rank);
+    sync_fail(&visit, STATUS_ABORTED, g->rank);
     visit_end(&visit);
     Py_RETURN_NONE;
 }
@@ -170,17 +185,13 @@ static PyObject *group_abort(PyObject *Py_UNUSED(self), PyObject *arg) {
 static PyObject *group_leave(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
-    if (g->left) Py_RETURN_NONE;
-    struct control *me = g->control[g->rank];
-    atomic_store(&g->leaving, true);
-    atomic_store(&me->state, CONTROL_LEFT);
+    struct visit visit;
+    if (!leave_begin(&visit, g)) Py_RETURN_NONE;
     release_core(g);
-    uint64_t none = 0, cause = STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24;
-    atomic_compare_exchange_strong(&me->abort, &none, cause); /* ends and refuses operations here, and only here */
     Py_BEGIN_ALLOW_THREADS;
     async_stop(g);
-    p2p_close(g);
-    leave_group(g);
+    p2p_close(&visit);
+    leave_end(&visit);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -188,20 +199,13 @@ static PyObject *group_leave(PyObject *Py_UNUSED(self), PyObject *arg) {
 /* group_detach(group) -> whether every rank has left or died, so that this rank's part may be used for other things. */
 static PyObject *group_detach(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
-    if (g == NULL) return NULL;
-    if (!g->left) leave_late(g); /* two calls that ended at once may have left it to each other */
-    if (!g->left) Py_RETURN_FALSE;
-    for (int r = 0; r < g->world && g->own_block; r++) {
-        bool dead = life_has_ended(g->life[r]);
-        if (!dead && !atomic_load_explicit(&g->own_block->departed[r], memory_order_acquire)) Py_RETURN_FALSE;
-    }
-    g->own_block = NULL;
-    Py_RETURN_TRUE;
+    return g ? PyBool_FromLong(leave_is_done_by_all(g)) : NULL;
 }
 
-static bool is_put_to(struct group *g) {
+static bool is_put_to(const struct visit *v) {
+    const struct group *g = v->group;
     for (int r = 0; r < g->world; r++)
-        if (r != g->rank && atomic_load(&g->control[r]->putting) && sync_marked_gone(g, r) != STATUS_DEAD) return true;
+        if (r != g->rank && atomic_load(&block_of(v, r)->putting) && !life_has_ended(g->life[r])) return true;
     return false;
 }
 
@@ -218,7 +222,7 @@ static PyObject *group_reclaim(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_BEGIN_ALLOW_THREADS;
     int64_t end = symcomm_now_ns() + (g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
     atomic_thread_fence(memory_order_seq_cst);
-    while ((busy = is_put_to(g)) && symcomm_now_ns() < end) usleep(100);
+    while ((busy = is_put_to(&visit)) && symcomm_now_ns() < end) usleep(100);
     Py_END_ALLOW_THREADS;
     visit_end(&visit);
     for (Py_ssize_t i = 0; busy && g->own_process && i < PyTuple_Size(pieces); i++) {
@@ -240,55 +244,52 @@ static PyObject *group_announce(PyObject *Py_UNUSED(self), PyObject *args) {
     struct visit visit;
     if (!visit_begin(&visit, g)) Py_RETURN_FALSE;
     uint64_t number = atomic_load(&g->seq) + 1;
-    atomic_store_explicit(&g->control[g->rank]->announced, number, memory_order_relaxed);
+    atomic_store_explicit(&block_of(&visit, g->rank)->announced, number, memory_order_relaxed);
     int here = 0; /* ranks below it are there */
     for (int i = 0; i < looks && here < g->world; i++) {
-        while (here < g->world && (here == g->rank || has_come(g->control[here], number))) here++;
+        while (here < g->world && (here == g->rank || has_come(block_of(&visit, here), number))) here++;
         cpu_relax();
     }
     visit_end(&visit);
     return PyBool_FromLong(here == g->world);
 }
 
-/* group_forked(group): in a forked child, which has the group's memory but is not the rank. From now on the group looks
- * at a copy of its control block, which refuses every operation, and nothing it does reaches the other ranks. Threads
- * did not come along, and locks may be held by one of them. */
+/* group_forked(group): in a forked child, which has the group's memory but is not the rank. Nothing it does reaches the
+ * other ranks from now on. */
 static PyObject *group_forked(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
-    struct control *copy = aligned_alloc(64, (sizeof *copy + 63) / 64 * 64);
-    if (copy == NULL) return PyErr_NoMemory();
-    memset(copy, 0, sizeof *copy);
-    atomic_store(&copy->state, CONTROL_LEFT);
-    atomic_store(&copy->abort, STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24);
-    for (int r = 0; r < g->world; r++) g->control[r] = copy;
-    free(g->own_copy);
-    g->own_copy = copy, g->own_block = NULL;
-    g->forked = g->left = true;
+    leave_as_child(g);
+    g->forked = true;
     atomic_store(&g->needs_core, false); /* it is the parent's */
-    atomic_store(&g->leaving, true);
-    atomic_store(&g->visitors, 0);
-    g->worker = NULL, g->flight = NULL, g->recording = NULL;
-    pthread_mutex_init(&g->lock, NULL);
-    atomic_store(&g->holder, NULL);
+    atomic_store(&g->worker, NULL);
+    g->flight = NULL, g->recording = NULL;
     p2p_forked(g);
     Py_RETURN_NONE;
 }
 
-/* group_fail(group, status, culprit) -> the status that counts. Every rank sees it before this returns. */
+/* group_fail(group, status, culprit) -> the status that counts. Every rank sees it before this returns, unless this
+ * rank leaves the group meanwhile: then the others see that. */
 static PyObject *group_fail(PyObject *Py_UNUSED(self), PyObject *args) {
     int status, culprit;
     struct group *g;
     if (!PyArg_ParseTuple(args, "O&ii", convert_group, &g, &status, &culprit)) return NULL;
-    return PyLong_FromLong(sync_fail(g, status, culprit));
+    struct visit visit;
+    int counts = visit_begin(&visit, g) ? sync_fail(&visit, status, culprit) : sync_aborted(&visit);
+    visit_end(&visit);
+    return PyLong_FromLong(counts);
 }
 
 /* group_status(group) -> 0, or why it has failed. Whoever has read peers' memory asks after its last read. */
 static PyObject *group_status(PyObject *Py_UNUSED(self), PyObject *capsule) {
     struct group *g = to_group(capsule);
     if (g == NULL) return NULL;
+    struct visit visit;
     atomic_thread_fence(memory_order_seq_cst);
-    return PyLong_FromLong(sync_aborted(g));
+    visit_begin(&visit, g);
+    int status = sync_aborted(&visit);
+    visit_end(&visit);
+    return PyLong_FromLong(status);
 }
 
 static PyMethodDef methods[] = {

@@ -1,13 +1,13 @@
-/* A group as one rank's process has it, and how a call uses it while another thread may leave it. */
+/* A group as one rank's process has it. */
 #pragma once
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
 #include "group/control.h"
 #include "group/status.h"
+#include "group/visit.h"
 
 struct flight_entry;
 
@@ -23,12 +23,12 @@ struct wait_counts {
     _Atomic uint64_t slept;
 };
 
+/* Fields that are neither constant nor atomic say which lock guards them. */
 struct group {
     int rank, world;
+    struct blocks *blocks;    /* what the ranks share: to be had by a visit, see group/visit.h */
     _Atomic uint64_t seq;     /* of the last operation */
     _Atomic uint64_t started; /* when it began, in ticks */
-    struct control **control; /* per rank */
-    char **stage;             /* per rank, two halves of stage_bytes */
     int64_t stage_bytes;
     _Atomic int64_t reserved_bytes; /* of each half of my own: how far its pages exist */
     char **arena;                   /* per rank: where this process has mapped it */
@@ -44,47 +44,22 @@ struct group {
     _Atomic bool oversubscribed; /* there were more ranks than cores then */
     _Atomic bool needs_core;     /* the rank counts as one that may need a core for it */
     struct wait_counts waits;
-    _Atomic int64_t slices; /* that waits have slept, for asking about signals now and then */
-    bool own_process;       /* no other rank of the group is a thread of this process */
-    bool forked;            /* this is a child's copy: the rank is its parent */
-    _Atomic bool leaving;   /* group_leave() was called: nothing new begins */
-    /* It was called by a thread in the middle of a call, at whose end the rank departs. */
-    _Atomic bool departs_late;
-    _Atomic bool left;                       /* departed: shared memory is not touched any more */
-    _Atomic int visitors;                    /* calls that use the memory without the lock, see struct visit */
-    struct control *own_block;               /* the shared one, after departing until all ranks have */
-    struct control *own_copy;                /* private: what the group looks at from then on */
-    pthread_mutex_t lock;                    /* one operation at a time */
+    _Atomic int64_t slices;                  /* that waits have slept, for asking about signals now and then */
+    bool own_process;                        /* no other rank of the group is a thread of this process */
+    bool forked;                             /* this is a child's copy: the rank is its parent */
     void *kept;                              /* what it held on to, once it is dropped */
-    _Atomic(const void *) holder;            /* names the thread that holds it */
     struct flight *flight;                   /* the rank's recorder, see observe/flight.h */
     uint32_t flight_group;                   /* this group's number there */
-    struct flight_entry *recording;          /* of the operation that holds the lock */
-    struct dispatch_cache *dispatch_cache;   /* plans by kind of call, see exec/dispatch_cache.c */
+    struct flight_entry *recording;          /* of the operation that runs: only its thread uses this */
+    struct dispatch_cache *dispatch_cache;   /* plans by kind of call, see exec/dispatch_cache.c: interpreter lock */
     struct p2p *p2p;                         /* point-to-point messages, see p2p/p2p.c */
     void *capsule;                           /* the Python object that owns this struct */
-    struct worker *worker;                   /* runs asynchronous operations, see exec/async.c; NULL until first used */
+    struct worker *_Atomic worker;           /* runs asynchronous operations, see exec/async.c; NULL until first used */
     struct ways collectives, messages, puts; /* statistics */
 };
 
 /* How often a wait that begins now looks first. Several threads of a rank may wait at once, for messages. */
 static inline int spins_now(const struct group *g) { return atomic_load_explicit(&g->spin_now, memory_order_relaxed); }
-
-/* A call that uses the group's memory without its lock. They may nest, by way of signal handlers and finalizers. */
-struct visit {
-    struct group *group;
-    struct visit *outer;
-};
-
-/* False: the group is being left, and the call must not begin. */
-bool visit_begin(struct visit *v, struct group *g);
-void visit_end(struct visit *v);
-
-/* Leaves the group, on which no operation begins any more: ends this process's waits, returns when other threads' calls
- * have ended, and lets go of the shared memory, or has the last call of this very thread do so when it ends. */
-void leave_group(struct group *g);
-/* At the end of a call, with no lock held: does what leave_group() left to it. */
-void leave_late(struct group *g);
 
 /* No read-modify-write: nobody else counts while the caller has the interpreter lock. */
 static inline void count_call(struct ways *w, bool slow_path, bool is_queued) {

@@ -26,7 +26,7 @@ static PyObject *group_publish(PyObject *Py_UNUSED(self), PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&iy#", convert_group, &g, &kind, &text, &n)) return NULL;
     struct visit visit;
     if (!visit_begin(&visit, g)) Py_RETURN_NONE;
-    struct place mine = record_of(g->control[g->rank], kind);
+    struct place mine = record_of(block_of(&visit, g->rank), kind);
     if (n > (Py_ssize_t)mine.room) {
         visit_end(&visit);
         return PyErr_Format(PyExc_ValueError, "a record has %u bytes at most, not %zd", mine.room, n);
@@ -60,11 +60,14 @@ static PyObject *group_records(PyObject *Py_UNUSED(self), PyObject *args) {
     int kind;
     if (!PyArg_ParseTuple(args, "O&i", convert_group, &g, &kind)) return NULL;
     PyObject *records = PyList_New(0);
+    struct visit visit;
+    visit_begin(&visit, g); /* of a group that was left there are none */
     for (int r = 0; records && r < g->world; r++) {
-        PyObject *one = read_record(record_of(g->control[r], kind));
+        PyObject *one = read_record(record_of(block_of(&visit, r), kind));
         if (one == NULL || PyList_Append(records, one) < 0) Py_CLEAR(records);
         Py_XDECREF(one);
     }
+    visit_end(&visit);
     return records;
 }
 
@@ -77,7 +80,7 @@ static PyObject *group_agree(PyObject *Py_UNUSED(self), PyObject *args) {
     uint64_t found = before;
     struct visit visit;
     if (!visit_begin(&visit, g)) return PyErr_Format(PyExc_RuntimeError, "the group was left meanwhile");
-    atomic_compare_exchange_strong(&g->control[0]->agreed, &found, (uint64_t)after);
+    atomic_compare_exchange_strong(&block_of(&visit, 0)->agreed, &found, (uint64_t)after);
     visit_end(&visit);
     return PyLong_FromUnsignedLongLong(found);
 }

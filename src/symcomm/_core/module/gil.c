@@ -9,16 +9,17 @@ void gil_release(void) {
     gil_released = PyEval_SaveThread();
 }
 
-static PyObject *call_site_callable; /* a callable: the number of the site that calls us */
+static PyObject *call_site_callable; /* the number of the site that calls us; with the interpreter lock */
 
 uint32_t gil_ask_call_site(void) {
     symcomm_call_site = NULL; /* once is enough */
-    if (call_site_callable == NULL) return 0;
     PyEval_RestoreThread(gil_released);
+    PyObject *callable = Py_XNewRef(call_site_callable);
     /* What it raises comes from a signal handler, and is for our caller. */
-    PyObject *site = PyObject_CallNoArgs(call_site_callable);
+    PyObject *site = callable ? PyObject_CallNoArgs(callable) : NULL;
     uint32_t number = site ? (uint32_t)PyLong_AsUnsignedLong(site) : 0;
     Py_XDECREF(site);
+    Py_XDECREF(callable);
     symcomm_interrupted = gil_check_signals; /* a finalizer may have run an operation of its own */
     gil_released = PyEval_SaveThread();
     return number;

@@ -4,34 +4,68 @@
 #include "observe/flight.h"
 #include "sync/sync.h"
 
-static PyObject *rank_report(struct group *g, int r) {
-    struct control *c = g->control[r];
+struct rank_facts {
+    uint64_t seq, signature, count, progress;
+    int gone, message;
+};
+
+/* As the group was at one moment. */
+struct group_facts {
+    uint64_t cause, abort_seq, seq;
+    struct rank_facts ranks[];
+};
+
+static struct rank_facts look_at(const struct visit *v, int r) {
+    struct control *c = block_of(v, r);
     uint64_t even = atomic_load(&c->arrival[0].seq), odd = atomic_load(&c->arrival[1].seq);
     struct arrival *last = &c->arrival[even > odd ? 0 : 1];
-    return Py_BuildValue(
-        "{s:i,s:K,s:K,s:K,s:K,s:i,s:i}", "rank", r, "seq", (unsigned long long)(even > odd ? even : odd), "signature",
-        (unsigned long long)atomic_load(&last->signature), "count", (unsigned long long)atomic_load(&last->count),
-        "progress", (unsigned long long)atomic_load(&c->progress), "gone", sync_gone(g, r), "message",
-        (int)atomic_load(&c->p2p_awaits));
+    return (struct rank_facts){
+        .seq = even > odd ? even : odd,
+        .signature = atomic_load(&last->signature),
+        .count = atomic_load(&last->count),
+        .progress = atomic_load(&c->progress),
+        .gone = sync_gone(v, r),
+        .message = atomic_load(&c->p2p_awaits),
+    };
+}
+
+/* Of a group that was left: that every rank has left it, or died. Apart from what makes Python objects, which may run
+ * finalizers: whoever leaves would wait for those. */
+static void look_at_all(struct group *g, struct group_facts *facts) {
+    struct visit visit;
+    visit_begin(&visit, g);
+    struct control *me = block_of(&visit, g->rank);
+    for (int r = 0; r < g->world; r++) facts->ranks[r] = look_at(&visit, r);
+    facts->cause = atomic_load(&me->abort), facts->abort_seq = atomic_load(&me->abort_seq);
+    visit_end(&visit);
+    facts->seq = g->seq;
+}
+
+static PyObject *rank_report(int r, const struct rank_facts *f) {
+    return Py_BuildValue("{s:i,s:K,s:K,s:K,s:K,s:i,s:i}", "rank", r, "seq", (unsigned long long)f->seq, "signature",
+                         (unsigned long long)f->signature, "count", (unsigned long long)f->count, "progress",
+                         (unsigned long long)f->progress, "gone", f->gone, "message", f->message);
 }
 
 static PyObject *group_report(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
+    struct group_facts *facts = PyMem_Malloc(sizeof *facts + (size_t)g->world * sizeof facts->ranks[0]);
+    if (facts == NULL) return PyErr_NoMemory();
+    look_at_all(g, facts);
     PyObject *ranks = PyList_New(0);
     for (int r = 0; ranks && r < g->world; r++) {
-        PyObject *one = rank_report(g, r);
+        PyObject *one = rank_report(r, &facts->ranks[r]);
         if (one == NULL || PyList_Append(ranks, one) < 0) Py_CLEAR(ranks);
         Py_XDECREF(one);
     }
+    uint64_t cause = facts->cause, abort_seq = facts->abort_seq, seq = facts->seq;
+    PyMem_Free(facts);
     if (ranks == NULL) return NULL;
-    struct control *me = g->control[g->rank];
-    uint64_t cause = atomic_load(&me->abort);
-    double running = symcomm_seconds_since(atomic_load(&g->started));
     return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:d,s:N}", "status", (int)(cause & 0xff), "culprit",
                          (int)(cause >> 8 & 0xffff), "origin", (int)(cause >> 24 & 0xffff), "abort_seq",
-                         (unsigned long long)atomic_load(&me->abort_seq), "seq", (unsigned long long)g->seq, "running",
-                         running, "ranks", ranks);
+                         (unsigned long long)abort_seq, "seq", (unsigned long long)seq, "running",
+                         symcomm_seconds_since(atomic_load(&g->started)), "ranks", ranks);
 }
 
 /* group_waits(group) -> (looked, yielded, slept, first looks at present): see struct wait_counts */

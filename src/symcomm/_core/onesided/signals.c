@@ -54,22 +54,22 @@ static bool flip(const struct signal *s) {
 }
 
 /* Why a wait for `peer` cannot end well, or STATUS_OK. Interrupts are asked for after a signal, and every 16th time. */
-static int why_stop(struct group *g, int peer, int64_t deadline, bool ask) {
-    int status = sync_aborted(g);
+static int why_stop(const struct visit *v, int peer, int64_t deadline, bool ask) {
+    int status = sync_aborted(v);
     if (status) return status;
-    if (peer != g->rank && (status = sync_gone(g, peer))) return status;
+    if (peer != v->group->rank && (status = sync_gone(v, peer))) return status;
     if (symcomm_now_ns() >= deadline) return STATUS_TIMEOUT;
     return ask && symcomm_interrupted && symcomm_interrupted() ? STATUS_INTERRUPTED : STATUS_OK;
 }
 
-static int sleep_for(struct group *g, const struct signal *s, int peer, int64_t deadline) {
+static int sleep_for(const struct visit *v, const struct signal *s, int peer, int64_t deadline) {
     int status = STATUS_OK;
     bool ask = false;
     atomic_fetch_add(s->sleepers, 1);
     for (unsigned turn = 1;; turn++) {
         atomic_thread_fence(memory_order_seq_cst);
         if (flip(s)) break;
-        if ((status = why_stop(g, peer, deadline, ask))) {
+        if ((status = why_stop(v, peer, deadline, ask))) {
             /* it may have done its part before it went */
             if (flip(s)) status = STATUS_OK;
             break;
@@ -90,15 +90,15 @@ static void wake(const struct signal *s) {
 }
 
 /* Flip the word when it is our turn, and wake whoever waits for that. */
-static int await_flip(struct group *g, const struct signal *s, int peer, int64_t deadline) {
+static int await_flip(const struct visit *v, const struct signal *s, int peer, int64_t deadline) {
     int status = STATUS_OK;
     bool done = false;
-    for (int i = 0, looks = spins_now(g); i < looks && !(done = flip(s)); i++) cpu_relax();
+    for (int i = 0, looks = spins_now(v->group); i < looks && !(done = flip(s)); i++) cpu_relax();
     if (!done) {
         struct backoff b;
-        backoff_begin(&b, g, deadline);
-        while (!(done = flip(s)) && !sync_aborted(g) && backoff_step(&b, peer, false)) {}
-        if (!done) status = sleep_for(g, s, peer, deadline);
+        backoff_begin(&b, v, deadline);
+        while (!(done = flip(s)) && !sync_aborted(v) && backoff_step(&b, peer, false)) {}
+        if (!done) status = sleep_for(v, s, peer, deadline);
         backoff_end(&b, !done);
     }
     if (status == STATUS_OK && !s->counted) wake(s); /* whoever adds to a count does not wait for it to fall */
@@ -111,7 +111,8 @@ void counter_add(const struct counter *c) {
     wake(&s);
 }
 
-int counter_take(struct group *g, const struct counter *c, int peer, int64_t timeout) {
+int counter_take(const struct visit *v, const struct counter *c, int peer, int64_t timeout) {
+    struct group *g = v->group;
     struct signal s = {.word = c->word, .sleepers = c->sleepers, .counted = true};
     /* Ranks that are threads need the lock to signal us. */
     int looks = timeout >= 0 && g->own_process ? spins_now(g) : 0;
@@ -119,12 +120,12 @@ int counter_take(struct group *g, const struct counter *c, int peer, int64_t tim
     for (int i = 0; i < looks && !(done = done || flip(&s)); i++) cpu_relax();
     if (done) return STATUS_OK;
     if (timeout <= 0) {
-        int status = sync_aborted(g);
-        if (!status && peer != g->rank) status = sync_marked_gone(g, peer);
+        int status = sync_aborted(v);
+        if (!status && peer != g->rank) status = sync_marked_gone(v, peer);
         return flip(&s) ? STATUS_OK : status ? status : STATUS_TIMEOUT;
     }
     if (symcomm_before_waiting) symcomm_before_waiting();
-    return await_flip(g, &s, peer, symcomm_now_ns() + timeout);
+    return await_flip(v, &s, peer, symcomm_now_ns() + timeout);
 }
 
 struct pads {
@@ -133,24 +134,24 @@ struct pads {
     char *of[]; /* per rank */
 };
 
-static int put(const struct pads *p, int peer, int64_t channel, int64_t deadline) {
+static int put(const struct visit *v, const struct pads *p, int peer, int64_t channel, int64_t deadline) {
     struct signal s = signal_at(p->of[peer], p->bytes, p->group->world * channel + p->group->rank, true);
-    return await_flip(p->group, &s, peer, deadline);
+    return await_flip(v, &s, peer, deadline);
 }
 
-static int take(const struct pads *p, int peer, int64_t channel, int64_t deadline) {
+static int take(const struct visit *v, const struct pads *p, int peer, int64_t channel, int64_t deadline) {
     struct signal s = signal_at(p->of[p->group->rank], p->bytes, p->group->world * channel + peer, false);
-    return await_flip(p->group, &s, peer, deadline);
+    return await_flip(v, &s, peer, deadline);
 }
 
 /* Signals every peer, then waits for every peer's signal. Starts with the next rank, so that not all use one pad at
  * once. */
-static int barrier(const struct pads *p, int64_t channel, int64_t deadline, int *culprit) {
+static int barrier(const struct visit *v, const struct pads *p, int64_t channel, int64_t deadline, int *culprit) {
     struct group *g = p->group;
     for (int phase = 0; phase < 2; phase++)
         for (int i = 1; i < g->world; i++) {
             int peer = *culprit = (g->rank + i) % g->world;
-            int status = phase == 0 ? put(p, peer, channel, deadline) : take(p, peer, channel, deadline);
+            int status = phase == 0 ? put(v, p, peer, channel, deadline) : take(v, p, peer, channel, deadline);
             if (status != STATUS_OK) return status;
         }
     return STATUS_OK;
@@ -185,7 +186,7 @@ static PyObject *make_pads(PyObject *Py_UNUSED(self), PyObject *args) {
 
 /* (pads, peer, channel, timeout_ns); ranges were checked by the caller. */
 static PyObject *signal_one(PyObject *const *args, Py_ssize_t n,
-                            int (*act)(const struct pads *, int, int64_t, int64_t)) {
+                            int (*act)(const struct visit *, const struct pads *, int, int64_t, int64_t)) {
     if (n != 4) return PyErr_Format(PyExc_TypeError, "signals take 4 arguments, got %zd", n);
     struct pads *p = PyCapsule_GetPointer(args[0], PADS);
     int peer = (int)PyLong_AsLong(args[1]);
@@ -194,7 +195,7 @@ static PyObject *signal_one(PyObject *const *args, Py_ssize_t n,
     int status;
     struct visit visit;
     if (!visit_begin(&visit, p->group)) return PyLong_FromLong(STATUS_LEFT);
-    WITHOUT_GIL(status = act(p, peer, channel, symcomm_now_ns() + timeout));
+    WITHOUT_GIL(status = act(&visit, p, peer, channel, symcomm_now_ns() + timeout));
     visit_end(&visit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLong(status);
@@ -217,7 +218,7 @@ static PyObject *signal_barrier(PyObject *Py_UNUSED(self), PyObject *args) {
     int culprit = p->group->rank, status;
     struct visit visit;
     if (!visit_begin(&visit, p->group)) return Py_BuildValue("ii", STATUS_LEFT, culprit);
-    WITHOUT_GIL(status = barrier(p, channel, symcomm_now_ns() + timeout, &culprit));
+    WITHOUT_GIL(status = barrier(&visit, p, channel, symcomm_now_ns() + timeout, &culprit));
     visit_end(&visit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return Py_BuildValue("ii", status, culprit);

@@ -13,4 +13,4 @@ void counter_add(const struct counter *c);
 
 /* Take one of `peer`'s signals. Without a timeout it looks for some microseconds, with a negative one it looks once,
  * and gives the interpreter lock up in neither case: STATUS_TIMEOUT means that there is none. */
-int counter_take(struct group *g, const struct counter *c, int peer, int64_t timeout);
+int counter_take(const struct visit *v, const struct counter *c, int peer, int64_t timeout);

@@ -74,9 +74,9 @@ static struct counter counter_of(const struct window *w, int owner, int sender) 
 }
 
 /* The group was aborted, or the peer is gone: why nothing can be given to it. */
-static int unreachable(struct group *g, int peer) {
-    int status = sync_aborted(g);
-    return status || peer == g->rank ? status : sync_marked_gone(g, peer);
+static int unreachable(const struct visit *v, int peer) {
+    int status = sync_aborted(v);
+    return status || peer == v->group->rank ? status : sync_marked_gone(v, peer);
 }
 
 /* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more: a thread
@@ -84,13 +84,13 @@ static int unreachable(struct group *g, int peer) {
 static int write_segment(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
     struct visit visit;
     if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
-    _Atomic uint32_t *putting = &w->group->control[w->group->rank]->putting;
+    _Atomic uint32_t *putting = &block_of(&visit, w->group->rank)->putting;
     atomic_fetch_add(putting, 1);
-    int status = unreachable(w->group, peer);
+    int status = unreachable(&visit, peer);
     if (status == STATUS_OK && nbytes) {
         memmove(w->segments[peer].address + start, from, (size_t)nbytes);
         atomic_thread_fence(memory_order_seq_cst);
-        status = unreachable(w->group, peer);
+        status = unreachable(&visit, peer);
     }
     atomic_fetch_sub(putting, 1);
     visit_end(&visit);
@@ -100,7 +100,7 @@ static int write_segment(struct window *w, int peer, int64_t start, const char *
 static int send_signal(struct window *w, int peer) {
     struct visit visit;
     if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
-    int status = unreachable(w->group, peer);
+    int status = unreachable(&visit, peer);
     struct counter c = counter_of(w, peer, w->group->rank);
     if (status == STATUS_OK) counter_add(&c);
     visit_end(&visit);
@@ -172,7 +172,7 @@ static PyObject *window_wait(PyObject *Py_UNUSED(self), PyObject *const *args, P
     if (peer < 0) Py_RETURN_NONE;
     if (!visit_begin(&visit, w->group)) return PyLong_FromLong(STATUS_ABORTED);
     struct counter c = counter_of(w, w->group->rank, peer);
-    WITHOUT_GIL_UNLESS(true, status = counter_take(w->group, &c, peer, timeout));
+    WITHOUT_GIL_UNLESS(true, status = counter_take(&visit, &c, peer, timeout));
     visit_end(&visit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLong(status);

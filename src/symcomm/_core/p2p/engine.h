@@ -33,7 +33,7 @@ struct outgoing {
 
 struct p2p {
     struct group *group;
-    pthread_mutex_t lock;
+    pthread_mutex_t lock; /* of all that follows */
     struct incoming *in;
     struct outgoing *out;
     struct op *receives;    /* posted, in order */
@@ -43,17 +43,17 @@ struct p2p {
     pthread_t thread;       /* drives those */
     pthread_cond_t needed;  /* there is one */
     bool thread_runs;
-    bool closed; /* the channels belong to others: the rank has left, or this is a child's copy */
-    _Atomic bool closing;
+    _Atomic bool closing; /* no thread begins, and the one that runs is to end */
+    bool closed;          /* the channels belong to others: the rank has left, or this is a child's copy */
 };
 
 /* All with the lock of struct p2p held. */
 void p2p_record(struct group *g, struct op *op);
 void p2p_finish(struct op *op, int status);
 /* Moves whatever can be moved; whether anything was. waits: the caller has time to help receivers. */
-bool p2p_progress(struct p2p *m, bool waits);
+bool p2p_progress(const struct visit *v, struct p2p *m, bool waits);
 /* Only between op and its peer, which is all that most messages need; of a caller that waits. */
-void p2p_progress_first(struct p2p *m, const struct op *op);
+void p2p_progress_first(const struct visit *v, struct p2p *m, const struct op *op);
 /* The receive that peer's message is read into ends without it. On return the sender writes into its tensor no more,
  * unless a write of it has been in the kernel for LONG_ENOUGH_NS, which takes memory that does not answer. */
 void p2p_revoke_receive(struct p2p *m, int peer);

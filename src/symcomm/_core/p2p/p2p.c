@@ -61,14 +61,14 @@ static bool withdraw(struct op *op) {
 }
 
 /* Whether whom op waits for is gone: STATUS_OK, or how, and who. */
-static int peer_gone(struct op *op, int *culprit) {
-    struct group *g = op->p2p->group;
+static int peer_gone(const struct visit *v, struct op *op, int *culprit) {
+    struct group *g = v->group;
     int peer = op->peer;
     bool all_gone = true;
     *culprit = peer == ANY_SOURCE ? (g->rank + 1) % g->world : peer;
     for (int r = 0; r < g->world; r++) {
         if (peer != ANY_SOURCE && r != peer) continue;
-        int gone = r == g->rank ? STATUS_OK : sync_gone(g, r);
+        int gone = r == g->rank ? STATUS_OK : sync_gone(v, r);
         if (gone == STATUS_DEAD) *culprit = r;
         if (gone == STATUS_DEAD || (gone == STATUS_LEFT && peer != ANY_SOURCE)) return gone;
         all_gone &= gone != STATUS_OK;
@@ -77,32 +77,32 @@ static int peer_gone(struct op *op, int *culprit) {
 }
 
 /* Moves what can be moved until op is done; with the lock held. */
-static void progress(struct p2p *m, struct op *op) {
-    if (!m->closed && op->state != OP_DONE) p2p_progress_first(m, op);
-    while (!m->closed && op->state != OP_DONE && p2p_progress(m, true)) {}
+static void progress(const struct visit *v, struct p2p *m, struct op *op) {
+    if (!m->closed && op->state != OP_DONE) p2p_progress_first(v, m, op);
+    while (!m->closed && op->state != OP_DONE && p2p_progress(v, m, true)) {}
 }
 
-static bool drive(struct op *op) {
+static bool drive(const struct visit *v, struct op *op) {
     struct p2p *m = op->p2p;
     symcomm_lock(&m->lock);
-    progress(m, op);
+    progress(v, m, op);
     bool done = op->state == OP_DONE;
     pthread_mutex_unlock(&m->lock);
     return done;
 }
 
-static bool sleep_slice(struct p2p *m, struct op *op, int64_t ns) {
-    struct control *me = m->group->control[m->group->rank];
+static bool sleep_slice(const struct visit *v, struct op *op, int64_t ns) {
+    struct control *me = block_of(v, v->group->rank);
     uint32_t seen = atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
     atomic_fetch_add(&me->p2p_sleepers, 1);
     atomic_thread_fence(memory_order_seq_cst);
     bool signalled = false;
-    if (!drive(op)) signalled = futex_wait(&me->p2p_doorbell, seen, ns) < 0 && errno == EINTR;
+    if (!drive(v, op)) signalled = futex_wait(&me->p2p_doorbell, seen, ns) < 0 && errno == EINTR;
     atomic_fetch_sub(&me->p2p_sleepers, 1);
     return signalled;
 }
 
-static int give_up(struct op *op, int status, bool withdraw_it) {
+static int give_up(const struct visit *v, struct op *op, int status, bool withdraw_it) {
     struct p2p *m = op->p2p;
     pthread_mutex_lock(&m->lock);
     bool done = op->state == OP_DONE, clean = true, withdrawn = !done && withdraw_it && !m->closed;
@@ -113,65 +113,64 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
     }
     pthread_mutex_unlock(&m->lock);
     if (done) status = op->status;
-    if (!clean && status == STATUS_TIMEOUT) sync_fail(m->group, STATUS_HALF_SENT, op->peer);
-    if (!clean && status == STATUS_INTERRUPTED) sync_fail(m->group, STATUS_ABORTED, m->group->rank);
+    if (!clean && status == STATUS_TIMEOUT) sync_fail(v, STATUS_HALF_SENT, op->peer);
+    if (!clean && status == STATUS_INTERRUPTED) sync_fail(v, STATUS_ABORTED, v->group->rank);
     if (withdrawn) p2p_release(op); /* it stands in no queue any more */
     return status;
 }
 
 /* Whether all whom op waits for have arrived at a collective that this rank has not called, so that they cannot go on
  * without it, and no other thread of this rank runs one or has one queued. */
-static bool seems_deadlocked(const struct op *op) {
-    struct group *g = op->p2p->group;
+static bool seems_deadlocked(const struct visit *v, const struct op *op) {
+    struct group *g = v->group;
     uint64_t next = atomic_load(&g->seq) + 1;
-    if (g->world == 1 || op->peer == g->rank || atomic_load(&g->holder) || !async_idle(g)) return false;
+    if (g->world == 1 || op->peer == g->rank || visit_is_locked(g) || !async_idle(g)) return false;
     for (int r = 0; r < g->world; r++) {
         if (r == g->rank || (op->peer != ANY_SOURCE && r != op->peer)) continue;
-        if (atomic_load_explicit(&g->control[r]->arrival[next & 1].seq, memory_order_acquire) != next) return false;
+        if (atomic_load_explicit(&block_of(v, r)->arrival[next & 1].seq, memory_order_acquire) != next) return false;
     }
     return true;
 }
 
-void (*p2p_deadlock_hook)(const struct op *op);
+void (*_Atomic p2p_deadlock_hook)(const struct op *op);
 
 /* `since`: when it was first seen so; -1: told already. It is not known to last: a thread of either rank may end it. */
-static void report_deadlock(const struct op *op, int64_t *since) {
-    if (*since < 0 || p2p_deadlock_hook == NULL) return;
+static void report_deadlock(const struct visit *v, const struct op *op, int64_t *since) {
+    void (*tell)(const struct op *) = p2p_deadlock_hook;
+    if (*since < 0 || tell == NULL) return;
     int64_t now = symcomm_now_ns();
-    if (!seems_deadlocked(op)) *since = 0;
+    if (!seems_deadlocked(v, op)) *since = 0;
     else if (*since == 0) *since = now;
-    else if (now - *since >= DEADLOCK_NS) p2p_deadlock_hook(op), *since = -1;
+    else if (now - *since >= DEADLOCK_NS) tell(op), *since = -1;
 }
 
-static int sleep_in_slices(struct op *op, int64_t deadline, bool withdraw_it) {
-    struct p2p *m = op->p2p;
+static int sleep_in_slices(const struct visit *v, struct op *op, int64_t deadline, bool withdraw_it) {
     int64_t since = 0;
     symcomm_note_call_site(op->record);
     for (int slices = 1;; slices++) {
         int64_t left = deadline - symcomm_now_ns();
-        if (left <= 0) return give_up(op, STATUS_TIMEOUT, withdraw_it);
-        bool signalled = sleep_slice(m, op, left < SLICE_NS ? left : SLICE_NS);
-        if (drive(op)) return op->status;
-        int culprit = 0, status = sync_aborted(m->group);
-        if (status == STATUS_OK && (status = peer_gone(op, &culprit)) != STATUS_OK) {
-            if (drive(op)) return op->status; /* it did its part before it went */
-            status = sync_fail(m->group, status, culprit);
+        if (left <= 0) return give_up(v, op, STATUS_TIMEOUT, withdraw_it);
+        bool signalled = sleep_slice(v, op, left < SLICE_NS ? left : SLICE_NS);
+        if (drive(v, op)) return op->status;
+        int culprit = 0, status = sync_aborted(v);
+        if (status == STATUS_OK && (status = peer_gone(v, op, &culprit)) != STATUS_OK) {
+            if (drive(v, op)) return op->status; /* it did its part before it went */
+            status = sync_fail(v, status, culprit);
         }
-        if (status) return give_up(op, status, true);
+        if (status) return give_up(v, op, status, true);
         if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
-        if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(op, STATUS_INTERRUPTED, true);
-        report_deadlock(op, &since);
+        if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(v, op, STATUS_INTERRUPTED, true);
+        report_deadlock(v, op, &since);
     }
 }
 
-static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
-    _Atomic int32_t *awaits = &op->p2p->group->control[op->p2p->group->rank]->p2p_awaits;
+static int sleep_until_done(const struct visit *v, struct op *op, int64_t deadline, bool withdraw_it) {
+    _Atomic int32_t *awaits = &block_of(v, v->group->rank)->p2p_awaits;
     int32_t mine = 2 * (op->peer + 2) + op->is_send, seen = mine;
     atomic_store_explicit(awaits, mine, memory_order_release);
-    int status = sleep_in_slices(op, deadline, withdraw_it);
+    int status = sleep_in_slices(v, op, deadline, withdraw_it);
     /* Unless another thread has come since. Whoever ended the group still wants to say what this rank waited for. */
-    if (status == STATUS_OK || sync_aborted(op->p2p->group) == STATUS_OK)
-        atomic_compare_exchange_strong(awaits, &seen, 0);
+    if (status == STATUS_OK || sync_aborted(v) == STATUS_OK) atomic_compare_exchange_strong(awaits, &seen, 0);
     return status;
 }
 
@@ -184,30 +183,29 @@ static bool may_move(const struct op *op) {
            atomic_load_explicit(&c->emptied, memory_order_relaxed);
 }
 
-static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
-    struct group *g = op->p2p->group;
-    if (drive(op)) return op->status;
+static int wait_for(const struct visit *v, struct op *op, int64_t timeout, bool withdraw_it) {
+    if (drive(v, op)) return op->status;
     if (timeout < 0) return STATUS_TIMEOUT;
     /* Driving takes as long as some spins, and other messages need it only now and then. */
-    for (int i = 0, spins = spins_now(g); i < spins; i++) {
-        if ((i % SPINS_A_DRIVE == 0 || may_move(op)) && drive(op)) return op->status;
+    for (int i = 0, spins = spins_now(v->group); i < spins; i++) {
+        if ((i % SPINS_A_DRIVE == 0 || may_move(op)) && drive(v, op)) return op->status;
         cpu_relax();
     }
     int64_t deadline = timeout ? symcomm_now_ns() + timeout : INT64_MAX;
     if (symcomm_before_waiting) symcomm_before_waiting();
     struct backoff b;
     bool done;
-    backoff_begin(&b, g, deadline);
-    while (!(done = drive(op)) && !sync_aborted(g) && backoff_step(&b, op->peer, false)) {}
-    int status = done ? op->status : sleep_until_done(op, deadline, withdraw_it);
+    backoff_begin(&b, v, deadline);
+    while (!(done = drive(v, op)) && !sync_aborted(v) && backoff_step(&b, op->peer, false)) {}
+    int status = done ? op->status : sleep_until_done(v, op, deadline, withdraw_it);
     backoff_end(&b, !done);
     return status;
 }
 
 int p2p_wait(struct op *op, int64_t timeout, bool withdraw_it) {
     struct visit visit;
-    if (!visit_begin(&visit, op->p2p->group)) return give_up(op, STATUS_LEFT, timeout >= 0);
-    int status = wait_for(op, timeout, withdraw_it);
+    if (!visit_begin(&visit, op->p2p->group)) return give_up(&visit, op, STATUS_LEFT, timeout >= 0);
+    int status = wait_for(&visit, op, timeout, withdraw_it);
     visit_end(&visit);
     return status;
 }
@@ -225,29 +223,39 @@ static bool is_needed(const struct p2p *m) {
 
 static void sleep_until_needed(struct p2p *m) {
     pthread_mutex_lock(&m->lock);
-    while (!is_needed(m) && !atomic_load(&m->closing)) pthread_cond_wait(&m->needed, &m->lock);
+    while (!is_needed(m) && !m->closing) pthread_cond_wait(&m->needed, &m->lock);
     pthread_mutex_unlock(&m->lock);
 }
 
+/* Moves what can be moved, then sleeps for a slice or until a bell rings. `last`: when there was something to drive.
+ * True: that is long ago, and it did not sleep. */
+static bool drive_in_background(const struct visit *v, struct p2p *m, int64_t *last) {
+    struct control *me = block_of(v, v->group->rank);
+    uint32_t seen = atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
+    atomic_fetch_add(&me->p2p_sleepers, 1);
+    atomic_thread_fence(memory_order_seq_cst);
+    pthread_mutex_lock(&m->lock);
+    while (!m->closing && p2p_progress(v, m, false)) {}
+    bool needed = is_needed(m);
+    pthread_mutex_unlock(&m->lock);
+    int64_t now = symcomm_now_ns();
+    if (needed) *last = now;
+    bool long_idle = now - *last >= SLICE_NS;
+    if (!long_idle) futex_wait(&me->p2p_doorbell, seen, SLICE_NS);
+    atomic_fetch_sub(&me->p2p_sleepers, 1);
+    return long_idle;
+}
+
 /* Drives operations that nobody waits for. Some time after the last of them it hears no bells any more: each would cost
- * whoever sends a blocking message a call of the kernel, and wake this thread for nothing. */
+ * whoever sends a blocking message a call of the kernel, and wake this thread for nothing. It ends when the group is
+ * left. */
 static void *background(void *argument) {
     struct p2p *m = argument;
-    struct control *me = m->group->control[m->group->rank];
-    int64_t last = symcomm_now_ns(); /* when there was something to drive */
-    while (!atomic_load(&m->closing)) {
-        uint32_t seen = atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
-        atomic_fetch_add(&me->p2p_sleepers, 1);
-        atomic_thread_fence(memory_order_seq_cst);
-        pthread_mutex_lock(&m->lock);
-        while (p2p_progress(m, false)) {}
-        bool needed = is_needed(m);
-        pthread_mutex_unlock(&m->lock);
-        int64_t now = symcomm_now_ns();
-        if (needed) last = now;
-        bool long_idle = now - last >= SLICE_NS;
-        if (!long_idle) futex_wait(&me->p2p_doorbell, seen, SLICE_NS);
-        atomic_fetch_sub(&me->p2p_sleepers, 1);
+    struct visit visit;
+    int64_t last = symcomm_now_ns();
+    while (!m->closing && visit_begin(&visit, m->group)) {
+        bool long_idle = drive_in_background(&visit, m, &last);
+        visit_end(&visit);
         if (long_idle) sleep_until_needed(m), last = symcomm_now_ns();
     }
     return NULL;
@@ -280,20 +288,25 @@ int p2p_open(struct group *g, char *const *channels) {
     return 0;
 }
 
-void p2p_close(struct group *g) {
+static void end_background(const struct visit *v, struct p2p *m) {
+    struct control *me = block_of(v, v->group->rank);
+    pthread_mutex_lock(&m->lock);
+    bool runs = m->thread_runs;
+    m->thread_runs = false;
+    atomic_store(&m->closing, true);
+    pthread_cond_signal(&m->needed);
+    pthread_mutex_unlock(&m->lock);
+    if (!runs) return;
+    atomic_fetch_add(&me->p2p_doorbell, 1);
+    futex_wake(&me->p2p_doorbell, INT32_MAX);
+    pthread_join(m->thread, NULL);
+}
+
+void p2p_close(const struct visit *v) {
+    struct group *g = v->group;
     struct p2p *m = g->p2p;
     if (m == NULL) return;
-    if (m->thread_runs) {
-        struct control *me = g->control[g->rank];
-        pthread_mutex_lock(&m->lock);
-        atomic_store(&m->closing, true);
-        pthread_cond_signal(&m->needed);
-        pthread_mutex_unlock(&m->lock);
-        atomic_fetch_add(&me->p2p_doorbell, 1);
-        futex_wake(&me->p2p_doorbell, INT32_MAX);
-        pthread_join(m->thread, NULL);
-        m->thread_runs = false;
-    }
+    end_background(v, m);
     pthread_mutex_lock(&m->lock);
     for (int r = 0; r < g->world && !m->closed; r++) { /* whoever has them on their way may use its tensors again */
         if (m->out[r].tickets) take_back(&m->out[r], m->out[r].tickets);
@@ -313,9 +326,9 @@ void p2p_forked(struct group *g) {
 }
 
 /* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
-static bool queue(struct p2p *m, struct op *op, bool *done) {
+static bool queue(const struct visit *v, struct p2p *m, struct op *op, bool *done) {
     symcomm_lock(&m->lock);
-    if (op->background && !m->thread_runs && !start_background(m)) {
+    if (op->background && !m->thread_runs && !m->closing && !start_background(m)) {
         pthread_mutex_unlock(&m->lock);
         return false;
     }
@@ -331,7 +344,7 @@ static bool queue(struct p2p *m, struct op *op, bool *done) {
         while (*at) at = &(*at)->next;
         *at = op;
     }
-    progress(m, op);
+    progress(v, m, op);
     *done = op->state == OP_DONE;
     if (op->background && !*done) pthread_cond_signal(&m->needed);
     pthread_mutex_unlock(&m->lock);
@@ -360,7 +373,7 @@ struct op *p2p_post(struct group *g, const struct op *wanted) {
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
     bool done = false;
-    if (!queue(g->p2p, op, &done)) free(op), op = NULL, errno = EAGAIN;
+    if (!queue(&visit, g->p2p, op, &done)) free(op), op = NULL, errno = EAGAIN;
     visit_end(&visit);
     return op;
 }
@@ -372,8 +385,8 @@ struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeou
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
     bool done = false;
-    queue(g->p2p, op, &done);
-    *status = done ? op->status : wait_for(op, timeout, true);
+    queue(&visit, g->p2p, op, &done);
+    *status = done ? op->status : wait_for(&visit, op, timeout, true);
     visit_end(&visit);
     return op;
 }
@@ -409,8 +422,9 @@ static void p2p_free(struct p2p *m) {
     free(m);
 }
 
-void p2p_drop(struct group *g) {
-    p2p_close(g);
+void p2p_drop(const struct visit *v) {
+    struct group *g = v->group;
+    p2p_close(v);
     if (g->p2p) p2p_free(g->p2p);
     g->p2p = NULL;
 }

@@ -60,13 +60,13 @@ struct op {
 
 /* Called once in a wait of a Python thread when op and whom it waits for seem to wait for each other. NULL: nobody
  * listens. */
-extern void (*p2p_deadlock_hook)(const struct op *op);
+extern void (*_Atomic p2p_deadlock_hook)(const struct op *op);
 
 /* channels: per rank, where its outgoing channels start (world of them). 0, or -1: out of memory. */
 int p2p_open(struct group *g, char *const *channels);
 /* Ends the thread that drives unattended operations, and takes back what nobody has received. */
-void p2p_close(struct group *g);
-void p2p_drop(struct group *g);
+void p2p_close(const struct visit *v);
+void p2p_drop(const struct visit *v);
 /* In a forked child: touch the channels no more. */
 void p2p_forked(struct group *g);
 /* NULL with errno set: no memory, or no thread to drive it (EAGAIN). */

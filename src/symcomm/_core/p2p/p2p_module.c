@@ -98,14 +98,15 @@ static PyObject *py_exchange(PyObject *Py_UNUSED(self), PyObject *const *args, P
     return result;
 }
 
-static PyObject *deadlock_callable; /* a callable: says that two ranks seem to wait for each other */
+static PyObject *deadlock_callable; /* says that two ranks seem to wait for each other; with the interpreter lock */
 
 static void call_deadlock_hook(const struct op *op) {
-    if (deadlock_callable == NULL || gil_released == NULL) return;
+    if (gil_released == NULL) return;
     PyEval_RestoreThread(gil_released);
-    PyObject *group = op->p2p->group->capsule;
+    PyObject *group = op->p2p->group->capsule, *callable = Py_NewRef(deadlock_callable);
     PyObject *told =
-        PyObject_CallFunction(deadlock_callable, "OiiL", group, (int)op->is_send, (int)op->peer, (long long)op->tag);
+        PyObject_CallFunction(callable, "OiiL", group, (int)op->is_send, (int)op->peer, (long long)op->tag);
+    Py_DECREF(callable);
     Py_XDECREF(told); /* what it raised is for our caller, who asks for it as for a signal handler's */
     symcomm_interrupted = gil_check_signals;
     gil_released = PyEval_SaveThread();

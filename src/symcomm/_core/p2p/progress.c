@@ -6,6 +6,7 @@
 
 #include "group/symmetric.h"
 #include "memory/isolate.h"
+#include "memory/life.h"
 #include "memory/nontemporal.h"
 #include "module/module.h"
 #include "observe/flight.h"
@@ -23,8 +24,8 @@
 #define DIRECT_BYTES (32 * 1024)       /* below, copying twice is cheaper than waiting for the receiver */
 #define WAKING_BYTES (4 * 1024 * 1024) /* below, a sender that sleeps is not woken to help: it would come too late */
 
-static void ring_p2p_doorbell(struct group *g, int rank) {
-    struct control *c = g->control[rank];
+static void ring_p2p_doorbell(const struct visit *v, int rank) {
+    struct control *c = block_of(v, rank);
     atomic_thread_fence(memory_order_seq_cst);
     if (!atomic_load_explicit(&c->p2p_sleepers, memory_order_acquire)) return;
     atomic_fetch_add_explicit(&c->p2p_doorbell, 1, memory_order_release);
@@ -116,26 +117,26 @@ static bool push(struct p2p *m, struct outgoing *o, struct op *op) {
 }
 
 /* Takes part in copying what peer is at. */
-static bool help(struct p2p *m, int peer) {
+static bool help(const struct visit *v, struct p2p *m, int peer) {
     bool helped = false;
     for (struct op *op = m->out[peer].unacknowledged; op; op = op->next) {
         struct coop_message t = {&m->out[peer].channel->coop, op->ticket, op->nbytes, op->buffer,
                                  m->group->arena[peer],       m->group,   peer,       op->attached};
-        if (coop_fits(op->nbytes) && (!op->attached || cma_can_read(m->group, peer))) helped |= coop_push(&t);
+        if (coop_fits(op->nbytes) && (!op->attached || cma_can_read(v, peer))) helped |= coop_push(&t);
     }
-    if (helped) ring_p2p_doorbell(m->group, peer);
+    if (helped) ring_p2p_doorbell(v, peer);
     return helped;
 }
 
-static bool progress_sends(struct p2p *m, int peer, bool waits) {
+static bool progress_sends(const struct visit *v, struct p2p *m, int peer, bool waits) {
     struct outgoing *o = &m->out[peer];
-    bool moved = waits && o->unacknowledged && help(m, peer);
+    bool moved = waits && o->unacknowledged && help(v, m, peer);
     while (o->first) {
         struct op *op = o->first;
         uint64_t before = atomic_load_explicit(&o->channel->filled, memory_order_relaxed);
         bool whole = push(m, o, op);
         bool advanced = atomic_load_explicit(&o->channel->filled, memory_order_relaxed) != before;
-        if (advanced) ring_p2p_doorbell(m->group, peer), moved = true;
+        if (advanced) ring_p2p_doorbell(v, peer), moved = true;
         if (!whole && !advanced) break;
         if (!whole) continue;
         if ((o->first = op->next) == NULL) o->last = NULL;
@@ -195,12 +196,12 @@ static void deliver(struct op *op, const struct header *h) {
 }
 
 /* The next large message may come by system call, if that is possible. */
-static void offer_to_attach(struct group *g, struct channel *c, int peer) {
-    if (ATTACHING_PAYS && peer != g->rank && cma_can_read(g, peer))
+static void offer_to_attach(const struct visit *v, struct channel *c, int peer) {
+    if (ATTACHING_PAYS && peer != v->group->rank && cma_can_read(v, peer))
         atomic_store_explicit(&c->attaches, 1, memory_order_relaxed);
 }
 
-static bool take_header(struct p2p *m, int peer) {
+static bool take_header(const struct visit *v, struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     struct channel *c = i->channel;
     uint64_t emptied = atomic_load_explicit(&c->emptied, memory_order_relaxed);
@@ -220,7 +221,7 @@ static bool take_header(struct p2p *m, int peer) {
         i->unexpected = p;
     }
     if (i->into) i->into->attached = is_attached(&i->header);
-    if (i->header.offset == IN_RING && coop_fits(i->header.nbytes)) offer_to_attach(m->group, i->channel, peer);
+    if (i->header.offset == IN_RING && coop_fits(i->header.nbytes)) offer_to_attach(v, i->channel, peer);
     i->reading = true;
     i->moved = 0;
     atomic_store_explicit(&c->emptied, emptied + sizeof i->header, memory_order_release);
@@ -238,7 +239,7 @@ static bool was_withdrawn(const struct channel *c) {
     return atomic_load_explicit(&c->withdrawn, memory_order_relaxed);
 }
 
-static bool is_dead(struct p2p *m, int peer) { return sync_marked_gone(m->group, peer) == STATUS_DEAD; }
+static bool is_dead(struct p2p *m, int peer) { return life_has_ended(m->group->life[peer]); }
 
 /* The number that the sender gave to the message outside the ring which is being read. */
 static uint64_t ticket_of(struct incoming *i) {
@@ -269,7 +270,7 @@ static enum coop_state copy_alone(const struct coop_message *t) {
 }
 
 /* Copies a message that is not in the ring. */
-static enum coop_state copy(struct p2p *m, int peer) {
+static enum coop_state copy(const struct visit *v, struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     struct coop_message t = message_of(m, peer);
     if (t.mine == NULL) return COOP_WHOLE;
@@ -277,7 +278,7 @@ static enum coop_state copy(struct p2p *m, int peer) {
         i->coop = true;
         if (t.attached && m->guard == 0) m->guard = cma_make_guard();
         coop_open(&t, t.attached ? (int64_t)(intptr_t)t.mine : direct_offset(m->group, t.mine, t.nbytes), m->guard);
-        if (t.nbytes >= WAKING_BYTES) ring_p2p_doorbell(m->group, peer);
+        if (t.nbytes >= WAKING_BYTES) ring_p2p_doorbell(v, peer);
     }
     if (!i->coop) return copy_alone(&t);
     enum coop_state state = coop_pull(&t, is_dead(m, peer));
@@ -314,32 +315,31 @@ void p2p_revoke_receive(struct p2p *m, int peer) {
 }
 
 /* What was read is not what was sent: the sender has its tensor back, or it cannot be read. */
-static void lose_message(struct p2p *m, int peer, bool withdrawn) {
-    struct group *g = m->group;
-    int gone = sync_gone(g, peer);
+static void lose_message(const struct visit *v, struct p2p *m, int peer, bool withdrawn) {
+    int gone = sync_gone(v, peer), me = v->group->rank;
     p2p_revoke_receive(m, peer);
-    if (gone) sync_fail(g, gone, peer);
-    else if (withdrawn) sync_fail_of(g, STATUS_HALF_SENT, g->rank, peer); /* it says the same as soon as it can */
-    else sync_fail(g, STATUS_UNREADABLE, peer);
+    if (gone) sync_fail(v, gone, peer);
+    else if (withdrawn) sync_fail_of(v, STATUS_HALF_SENT, me, peer); /* it says the same as soon as it can */
+    else sync_fail(v, STATUS_UNREADABLE, peer);
     m->in[peer].void_message = true;
 }
 
-static void take_outside(struct p2p *m, int peer) {
+static void take_outside(const struct visit *v, struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
-    enum coop_state state = copy(m, peer);
+    enum coop_state state = copy(v, m, peer);
     if (state == COOP_WAITS) return;
     i->moved = i->header.nbytes;
     bool withdrawn = was_withdrawn(i->channel);
-    if (withdrawn || state == COOP_LOST) lose_message(m, peer, withdrawn);
+    if (withdrawn || state == COOP_LOST) lose_message(v, m, peer, withdrawn);
     else atomic_fetch_add_explicit(&i->channel->copied, 1, memory_order_release);
 }
 
-static void take_bytes(struct p2p *m, int peer) {
+static void take_bytes(const struct visit *v, struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     struct channel *c = i->channel;
     char *to = destination(i);
     if (i->header.offset != IN_RING) {
-        take_outside(m, peer);
+        take_outside(v, m, peer);
         return;
     }
     uint64_t emptied = atomic_load_explicit(&c->emptied, memory_order_relaxed);
@@ -390,16 +390,16 @@ static void finish_message(struct p2p *m, int peer) {
     i->unexpected_last = i->unexpected;
 }
 
-static bool progress_receives(struct p2p *m, int peer) {
+static bool progress_receives(const struct visit *v, struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     bool moved = false;
     while (!i->void_message) {
         bool fresh = !i->reading;
-        if (fresh && !take_header(m, peer)) break;
+        if (fresh && !take_header(v, m, peer)) break;
         uint64_t before = i->moved;
-        take_bytes(m, peer);
+        take_bytes(v, m, peer);
         bool advanced = fresh || i->moved != before;
-        if (advanced) ring_p2p_doorbell(m->group, peer), moved = true;
+        if (advanced) ring_p2p_doorbell(v, peer), moved = true;
         if (i->moved == i->header.nbytes) finish_message(m, peer);
         else if (!advanced) break;
     }
@@ -424,16 +424,16 @@ bool p2p_match_unexpected(struct p2p *m, struct op *op) {
     return false;
 }
 
-void p2p_progress_first(struct p2p *m, const struct op *op) {
-    if (op->is_send) progress_sends(m, op->peer, true);
-    else if (op->peer != ANY_SOURCE) progress_receives(m, op->peer);
+void p2p_progress_first(const struct visit *v, struct p2p *m, const struct op *op) {
+    if (op->is_send) progress_sends(v, m, op->peer, true);
+    else if (op->peer != ANY_SOURCE) progress_receives(v, m, op->peer);
 }
 
-bool p2p_progress(struct p2p *m, bool waits) {
+bool p2p_progress(const struct visit *v, struct p2p *m, bool waits) {
     bool moved = false;
     for (int r = 0; r < m->group->world; r++) {
-        moved |= progress_sends(m, r, waits);
-        moved |= progress_receives(m, r);
+        moved |= progress_sends(v, m, r, waits);
+        moved |= progress_receives(v, m, r);
     }
     return moved;
 }

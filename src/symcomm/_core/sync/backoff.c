@@ -103,11 +103,12 @@ static bool nobody_waits(void) {
     return symcomm_awaited && atomic_load_explicit(symcomm_awaited, memory_order_relaxed) == 0;
 }
 
-void backoff_begin(struct backoff *b, struct group *g, int64_t deadline) {
+void backoff_begin(struct backoff *b, const struct visit *v, int64_t deadline) {
+    struct group *g = v->group;
     int64_t now = symcomm_now_ns();
     bool oversubscribed = is_oversubscribed(g, now), keeps = !oversubscribed && !nobody_waits();
     int64_t until = now + (keeps ? g->poll_ns : g->yield_ns);
-    *b = (struct backoff){.g = g, .start = now, .now = now, .keeps_core = keeps, .offer_at = now};
+    *b = (struct backoff){.visit = v, .start = now, .now = now, .keeps_core = keeps, .offer_at = now};
     b->until = deadline && deadline < until ? deadline : until;
     b->deadline = deadline;
     if (!oversubscribed) atomic_store_explicit(&g->spin_now, g->spin, memory_order_relaxed);
@@ -121,19 +122,20 @@ bool backoff_watch(const struct backoff *b, const void *word) {
 }
 
 /* Whether a rank, or whom it sleeps for in turn, sleeps for a message of mine: I wait, so mine was sent. */
-static bool sleeps_for_my_message(const struct group *g, int rank) {
+static bool sleeps_for_my_message(const struct visit *v, int rank) {
+    const struct group *g = v->group;
     for (int i = 0; i < g->world && rank >= 0 && rank < g->world; i++) {
-        rank = (atomic_load_explicit(&g->control[rank]->p2p_awaits, memory_order_relaxed) >> 1) - 2;
+        rank = (atomic_load_explicit(&block_of(v, rank)->p2p_awaits, memory_order_relaxed) >> 1) - 2;
         if (rank == g->rank) return true;
     }
     return false;
 }
 
 /* Whether a peer slept, was rung for, and does not run yet. */
-static bool is_being_woken(const struct group *g, int rank) {
+static bool is_being_woken(const struct visit *v, int rank) {
     if (rank < 0) return false;
-    return atomic_load_explicit(&g->control[rank]->sleeping, memory_order_relaxed) == RUNG ||
-           sleeps_for_my_message(g, rank);
+    return atomic_load_explicit(&block_of(v, rank)->sleeping, memory_order_relaxed) == RUNG ||
+           sleeps_for_my_message(v, rank);
 }
 
 /* Whether to go on offering the core instead of sleeping. While others use the core that costs nothing, and with many
@@ -141,20 +143,21 @@ static bool is_being_woken(const struct group *g, int rank) {
  * asleep, it would fall asleep before we run again, and from then on every operation would wait for a rank to be woken.
  * Otherwise the peer is computing, and a rank that waits for its core may need this one. */
 static bool is_worth_offering(struct backoff *b, int missing) {
-    int64_t last = b->start + LONGEST_YIELD * b->g->yield_ns;
+    int64_t last = b->start + LONGEST_YIELD * b->visit->group->yield_ns;
     if (b->deadline && b->deadline < last) last = b->deadline;
-    if (is_being_woken(b->g, missing)) b->until = last;
+    if (is_being_woken(b->visit, missing)) b->until = last;
     return b->now < last && (b->now < b->until || b->now - b->start > b->yields * VAIN_NS);
 }
 
 /* Until the core may be kept after all, since whoever needed it waits now. */
 static bool offer(struct backoff *b, int missing) {
+    const struct group *g = b->visit->group;
     sched_yield();
     b->yields++;
     b->now = symcomm_now_ns();
     if (b->now >= b->until && !is_worth_offering(b, missing)) return false;
-    if (symcomm_awaited && !atomic_load_explicit(&b->g->oversubscribed, memory_order_relaxed) && !nobody_waits())
-        b->keeps_core = true, b->until = b->start + b->g->poll_ns;
+    if (symcomm_awaited && !atomic_load_explicit(&g->oversubscribed, memory_order_relaxed) && !nobody_waits())
+        b->keeps_core = true, b->until = b->start + g->poll_ns;
     return true;
 }
 
@@ -166,7 +169,7 @@ bool backoff_step(struct backoff *b, int missing, bool watched) {
     b->now = symcomm_now_ns();
     if (b->now >= b->offer_at) {
         b->offer_at = b->now + OFFER_NS;
-        if (missing >= 0 && was_here(b->g, missing)) sched_yield();
+        if (missing >= 0 && was_here(b->visit->group, missing)) sched_yield();
     }
     return b->now < b->until;
 }
@@ -177,7 +180,7 @@ static void add_one(_Atomic uint64_t *group, _Atomic uint64_t *rank) {
 }
 
 void backoff_end(struct backoff *b, bool slept) {
-    struct group *g = b->g;
+    struct group *g = b->visit->group;
     struct cpu_usage *mine = &own_life(g)->cpu;
     if (slept) add_one(&g->waits.slept, &mine->slept);
     else if (b->keeps_core) add_one(&g->waits.looked, &mine->looked);

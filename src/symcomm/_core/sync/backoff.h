@@ -4,7 +4,7 @@
  * it is given away, whoever else is there may keep it for a whole time slice. With more ranks than cores it offers the
  * core for a moment instead, or for longer while others use it or a peer is being woken. In both cases it sleeps then.
  *
- *     backoff_begin(&b, g, deadline);
+ *     backoff_begin(&b, v, deadline);
  *     do {
  *         if (it holds) return backoff_end(&b, false), ...;
  *     } while (backoff_step(&b, the rank that is missing, false));
@@ -15,7 +15,7 @@
 #include "sync/sync.h"
 
 struct backoff {
-    struct group *g;
+    const struct visit *visit;
     int64_t start, now; /* ns, CLOCK_MONOTONIC */
     int64_t until;      /* then it is time to sleep, or to ask whether it is */
     int64_t deadline;   /* 0: none */
@@ -26,7 +26,7 @@ struct backoff {
 };
 
 /* deadline: ns, CLOCK_MONOTONIC; 0: none. It is not looked for beyond that. */
-void backoff_begin(struct backoff *b, struct group *g, int64_t deadline);
+void backoff_begin(struct backoff *b, const struct visit *v, int64_t deadline);
 
 /* Before the condition is looked at again: have the processor watch the word that is to change, where it can. */
 bool backoff_watch(const struct backoff *b, const void *word);

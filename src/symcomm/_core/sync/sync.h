@@ -28,16 +28,17 @@ struct deadline {
 };
 
 /* Wait until it holds, the deadline passes, a missing rank dies, or someone aborts. */
-int sync_wait(struct group *g, struct condition *c, struct deadline *deadline);
+int sync_wait(const struct visit *v, struct condition *c, struct deadline *deadline);
 
 /* Publish my progress and wake whoever slept for it. */
-void sync_signal(struct group *g, uint64_t progress);
-void sync_wake_peers(struct group *g);
+void sync_signal(const struct visit *v, uint64_t progress);
+void sync_wake_peers(const struct visit *v);
 
 /* Make every rank's pending and later waits fail with this cause; the first cause wins. Returns the winning status. */
-int sync_fail(struct group *g, int status, int culprit);
-int sync_fail_of(struct group *g, int status, int culprit, int origin); /* what another rank could not tell itself */
-int sync_aborted(struct group *g);
+int sync_fail(const struct visit *v, int status, int culprit);
+/* What another rank could not tell itself. */
+int sync_fail_of(const struct visit *v, int status, int culprit, int origin);
+int sync_aborted(const struct visit *v);
 
 /* Asked while a call of the main thread sleeps: nonzero when a signal handler raised. NULL elsewhere. */
 extern THREAD_LOCAL int (*symcomm_interrupted)(void);
@@ -51,11 +52,11 @@ extern THREAD_LOCAL void (*symcomm_before_waiting)(void);
 void symcomm_lock(pthread_mutex_t *lock);
 
 /* STATUS_OK, STATUS_DEAD or STATUS_LEFT */
-int sync_gone(struct group *g, int rank);
-int sync_marked_gone(struct group *g, int rank); /* the same as far as memory tells, for those who do not wait */
+int sync_gone(const struct visit *v, int rank);
+int sync_marked_gone(const struct visit *v, int rank); /* the same as far as memory tells, for those who do not wait */
 
 /* Operation g->seq has failed on this rank, whose abort word says why. Every rank is told before the caller gets its
  * tensors back, also by those who were only told themselves: the first one may have died while it told the others. */
-void sync_void(struct group *g);
+void sync_void(const struct visit *v);
 /* Whether some rank has left operation `seq` in failure; what was read before is as it was if none has. */
-bool sync_is_void(struct group *g, uint64_t seq);
+bool sync_is_void(const struct visit *v, uint64_t seq);

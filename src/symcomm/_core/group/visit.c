@@ -1,0 +1,221 @@
+/* Visits, and leaving a group while other threads may be in the middle of its calls.
+ *
+ * A rank that has departed is never waited for and never looked after again: its peers give their memory back once all
+ * have. So from then on nothing here may touch it. Calls that began before are waited for; later ones see a private
+ * block instead, which refuses every operation, and whoever aborts, waits or asks reaches nobody. */
+#include "group/visit.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "group/group.h"
+#include "memory/life.h"
+#include "os/futex.h"
+#include "sync/sync.h"
+
+struct blocks {
+    int rank, world;
+    struct control **shared;      /* per rank. Nothing changes these, except in a forked child */
+    struct control **refusing;    /* per rank: the private one */
+    struct control *private_one;  /* what is seen once the group is left */
+    char **stages;                /* per rank */
+    pthread_mutex_t lock;         /* one operation at a time */
+    _Atomic(const void *) holder; /* names the thread that holds it */
+    _Atomic int visitors;         /* calls that use the memory without the lock */
+    _Atomic bool has_leaver;      /* leave_begin() was called */
+    _Atomic bool leaving;         /* nothing new begins */
+    _Atomic bool departs_late;    /* the leaver was in the middle of a call, at whose end the rank departs */
+    _Atomic bool left;            /* departed: shared memory is not touched any more */
+    bool done_by_all;             /* all ranks are known to have departed; only used with the interpreter lock held */
+};
+
+/* --- blocks ------------------------------------------------------------------------------------------------------- */
+
+void blocks_free(struct blocks *b) {
+    if (b == NULL) return;
+    free(b->shared);
+    free(b->refusing);
+    free(b->stages);
+    free(b->private_one);
+    pthread_mutex_destroy(&b->lock);
+    free(b);
+}
+
+static uint64_t own_departure(int rank) { return STATUS_LEFT | (uint64_t)rank << 8 | (uint64_t)rank << 24; }
+
+struct blocks *blocks_make(int rank, int world, char *const *controls, char *const *stages) {
+    struct blocks *b = calloc(1, sizeof *b);
+    if (b == NULL) return NULL;
+    size_t n = (size_t)world;
+    b->rank = rank, b->world = world;
+    pthread_mutex_init(&b->lock, NULL);
+    b->shared = calloc(n, sizeof *b->shared), b->refusing = calloc(n, sizeof *b->refusing);
+    b->stages = calloc(n, sizeof *b->stages);
+    b->private_one = aligned_alloc(64, (sizeof *b->private_one + 63) / 64 * 64);
+    if (!b->shared || !b->refusing || !b->stages || !b->private_one) {
+        blocks_free(b);
+        return NULL;
+    }
+    memset(b->private_one, 0, sizeof *b->private_one); /* no wait is satisfied by what it says */
+    atomic_store(&b->private_one->state, CONTROL_LEFT);
+    atomic_store(&b->private_one->abort, own_departure(rank));
+    for (int r = 0; r < world; r++) {
+        b->shared[r] = (struct control *)(void *)controls[r];
+        b->refusing[r] = b->private_one;
+        b->stages[r] = stages[r];
+    }
+    return b;
+}
+
+/* --- leaving late ------------------------------------------------------------------------------------------------- */
+
+/* What the private block says of why operations are refused. */
+static void copy_cause(struct blocks *b) {
+    const struct control *me = b->shared[b->rank];
+    atomic_store(&b->private_one->abort, atomic_load(&me->abort));
+    atomic_store(&b->private_one->abort_seq, atomic_load(&me->abort_seq));
+}
+
+/* With the lock held, no visitors, and the leaver's visit over. */
+static void depart(struct blocks *b) {
+    if (atomic_load(&b->left)) return;
+    copy_cause(b);
+    for (int r = 0; r < b->world; r++) atomic_store(&b->shared[r]->departed[b->rank], 1);
+    atomic_store(&b->left, true);
+}
+
+/* At the end of a call, with no lock held: does what leave_end() left to it. */
+static void leave_late(struct blocks *b) {
+    /* Two calls that end at once may each find the other: whoever had the lock looks again. */
+    while (atomic_load(&b->departs_late) && !atomic_load(&b->left) && atomic_load(&b->visitors) == 0) {
+        if (pthread_mutex_trylock(&b->lock) != 0) return; /* an operation runs: its end comes here */
+        if (atomic_load(&b->visitors) == 0) depart(b);
+        pthread_mutex_unlock(&b->lock);
+    }
+}
+
+static void leave_if_late(struct blocks *b) {
+    if (atomic_load_explicit(&b->departs_late, memory_order_relaxed)) leave_late(b);
+}
+
+/* --- visits ------------------------------------------------------------------------------------------------------- */
+
+static THREAD_LOCAL struct visit *visits; /* that are counted, of this thread, the innermost first */
+static THREAD_LOCAL char this_thread;     /* its address names the thread */
+
+/* The one place that makes visits. */
+static struct visit make_visit(struct group *g, bool refused) {
+    struct blocks *b = g->blocks;
+    return (struct visit){.group = g, .blocks = refused ? b->refusing : b->shared, .stages = b->stages};
+}
+
+bool visit_begin(struct visit *v, struct group *g) {
+    struct blocks *b = g->blocks;
+    atomic_fetch_add(&b->visitors, 1);
+    bool refused = atomic_load(&b->leaving);
+    *v = make_visit(g, refused);
+    if (refused) {
+        atomic_fetch_sub(&b->visitors, 1);
+        return false;
+    }
+    v->outer = visits, v->is_counted = true;
+    visits = v;
+    return true;
+}
+
+void visit_end(struct visit *v) {
+    if (!v->is_counted) return;
+    struct blocks *b = v->group->blocks;
+    visits = v->outer;
+    atomic_fetch_sub(&b->visitors, 1);
+    leave_if_late(b);
+}
+
+static bool is_inside(const struct blocks *b) {
+    return atomic_load_explicit(&b->holder, memory_order_relaxed) == &this_thread;
+}
+
+bool visit_lock(struct visit *v, struct group *g) {
+    struct blocks *b = g->blocks;
+    if (is_inside(b)) return false;
+    symcomm_lock(&b->lock);
+    atomic_store_explicit(&b->holder, &this_thread, memory_order_relaxed);
+    *v = make_visit(g, atomic_load_explicit(&b->left, memory_order_relaxed));
+    return true;
+}
+
+void visit_unlock(struct visit *v) {
+    struct blocks *b = v->group->blocks;
+    atomic_store_explicit(&b->holder, NULL, memory_order_relaxed);
+    pthread_mutex_unlock(&b->lock);
+    leave_if_late(b);
+}
+
+bool visit_is_locked(const struct group *g) { return atomic_load(&g->blocks->holder) != NULL; }
+
+/* --- leaving ------------------------------------------------------------------------------------------------------ */
+
+bool leave_begin(struct visit *v, struct group *g) {
+    struct blocks *b = g->blocks;
+    if (atomic_exchange(&b->has_leaver, true)) return false;
+    *v = make_visit(g, false);
+    struct control *me = b->shared[b->rank];
+    uint64_t none = 0;
+    atomic_store(&me->state, CONTROL_LEFT);
+    atomic_compare_exchange_strong(&me->abort, &none, own_departure(b->rank)); /* ends operations here, and only here */
+    copy_cause(b);                                                             /* before anybody is refused */
+    atomic_store(&b->leaving, true);
+    return true;
+}
+
+static void wake_own(struct control *me) {
+    atomic_store(&me->sleeping, AWAKE);
+    atomic_fetch_add(&me->doorbell, 1);
+    futex_wake(&me->doorbell, INT32_MAX);
+    atomic_fetch_add(&me->p2p_doorbell, 1);
+    futex_wake(&me->p2p_doorbell, INT32_MAX);
+}
+
+void leave_end(struct visit *v) {
+    struct blocks *b = v->group->blocks;
+    wake_own(block_of(v, b->rank));
+    int own = 0;
+    for (struct visit *one = visits; one; one = one->outer) own += one->group == v->group;
+    while (atomic_load(&b->visitors) > own) usleep(50); /* they notice that they were aborted */
+    if (own == 0 && !is_inside(b)) {
+        symcomm_lock(&b->lock); /* once the operation that runs has ended; new ones are refused */
+        depart(b);
+        pthread_mutex_unlock(&b->lock);
+        return;
+    }
+    atomic_store(&b->departs_late, true);
+    leave_late(b);
+}
+
+bool leave_is_done(const struct group *g) { return atomic_load(&g->blocks->left); }
+
+bool leave_is_done_by_all(struct group *g) {
+    struct blocks *b = g->blocks;
+    leave_late(b); /* two calls that ended at once may have left it to each other */
+    if (!atomic_load(&b->left)) return false;
+    for (int r = 0; r < b->world && !b->done_by_all; r++) {
+        _Atomic uint8_t *departed = &b->shared[b->rank]->departed[r]; /* of its own block, which only this gives back */
+        if (!life_has_ended(g->life[r]) && !atomic_load_explicit(departed, memory_order_acquire)) return false;
+    }
+    b->done_by_all = true;
+    return true;
+}
+
+void leave_as_child(struct group *g) {
+    struct blocks *b = g->blocks;
+    atomic_store(&b->private_one->abort, own_departure(b->rank));
+    for (int r = 0; r < b->world; r++) b->shared[r] = b->private_one;
+    pthread_mutex_init(&b->lock, NULL);
+    atomic_store(&b->holder, NULL);
+    atomic_store(&b->visitors, 0);
+    atomic_store(&b->has_leaver, true);
+    atomic_store(&b->leaving, true);
+    atomic_store(&b->left, true);
+    b->done_by_all = true;
+}
