@@ -24,7 +24,8 @@ from symcomm.hierarchical.connection import LENGTHS, FramedConnection
 from symcomm.hierarchical.control_channel import ControlChannel
 from symcomm.hierarchical.frames import AGREEMENT_STEPS, FIELDS
 from symcomm.hierarchical.group import HierarchicalGroup
-from symcomm.hierarchical.p2p import MessageMatcher, _Remote
+from symcomm.hierarchical.matcher import MessageMatcher
+from symcomm.hierarchical.message_works import RemoteWork
 from symcomm.hierarchical.rounds import Rounds
 from symcomm.hierarchical.session import Caller
 from symcomm.store.address import LOOPBACK
@@ -53,6 +54,7 @@ class Victim:
     HierarchicalGroup does."""
 
     size, rank, name, timeout, _key = 2, 0, "victim", 10.0, "g"
+    verdict = None  # of its failures
 
     def __init__(self) -> None:
         self.cond, self.left, self.engine = threading.Condition(), set(), Nobody()
@@ -74,7 +76,7 @@ class Victim:
         """Somebody always waits for a message, and has sent some."""
         if not self.matcher._posted:
             for tag in range(2):
-                self.matcher.receive(_Remote(self.matcher, Message(False, self.memory, 1, tag), self.buffer))
+                self.matcher.receive(RemoteWork(self.matcher, Message(False, self.memory, 1, tag), self.buffer))
         if len(self.matcher._sends) < 2:
             self.matcher.send(Message(True, self.memory, 1, 0), self.buffer, 0)
 
@@ -146,7 +148,8 @@ def rank_frame(rng: random.Random) -> tuple[dict[str, Any], bytes]:
     """A message that a rank may send, most of the time with something wrong."""
     usual: dict[str, Any] = {
         "number": rng.randrange(4), "tag": rng.randrange(3), "dtype": int(DType.UINT8), "nbytes": ROOM, "real": True,
-        "inline": rng.random() < 0.8, "survey": 0, "seq": 1, "call": "x", "site": "y", "ended": {"1": "died"},
+        "inline": rng.random() < 0.8, "survey": 0, "seq": 1, "call": "x", "site": "y", "awaits": "w",
+        "ended": {"1": "died"},
         "fault": "gone", "story": "z", "ranks": [1], "origin": 1, "seconds": 1.0, "topic": "t", "item": "x",
         "signature": [0] * 6, "window": 0, "start": rng.choice((0, 4, 8)), "instance": 1, "step": rng.choice(STEPS),
         "proposal": [1, 1], "dead": "AQ==", "value": [[1, 1], "AQ=="], "accepted": None,

@@ -68,9 +68,9 @@ def _sender_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str, f
     """Rank 1 stops in the middle of receiving; rank 0's deadline passes, and it uses its tensor for something else."""
     import torch
 
-    from symcomm.hierarchical import p2p
+    from symcomm.hierarchical import message_works
 
-    p2p.ARRIVING = 0.1
+    message_works.ARRIVING = 0.1
     group = _join(rank, world, path)
     tensor = torch.full((N,), 1.0 if rank == 0 else 0.0)
     group.barrier()
@@ -113,9 +113,9 @@ def _receiver_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str,
     Also says whether all had come before: a busy machine may stop rank 0 too late."""
     import torch
 
-    from symcomm.hierarchical import p2p
+    from symcomm.hierarchical import message_works
 
-    p2p.ARRIVING = 0.1
+    message_works.ARRIVING = 0.1
     group = _join(rank, world, path)
     tensor = torch.full((N,), 1.0 if rank == 0 else 0.0)
     group.barrier()

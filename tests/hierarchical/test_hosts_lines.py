@@ -7,6 +7,7 @@ import itertools
 import socket
 import threading
 import time
+import types
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from symcomm.group.p2p import Message
 from symcomm.hierarchical.connection import LENGTHS, ConnectionClosed, FramedConnection, ProtocolViolation
 from symcomm.hierarchical.engines.base import TAGS, Move
 from symcomm.hierarchical.leader_links import LeaderLinks
-from symcomm.hierarchical.p2p import MessageMatcher
+from symcomm.hierarchical.matcher import MessageMatcher
 from symcomm.hierarchical.session import MAC_SIZE, Callee, Caller
 from symcomm.types import DType
 
@@ -274,6 +275,7 @@ def test_a_cancelled_message_is_made_up_for_and_no_other() -> None:
     class Stub:
         size, rank, name, timeout = 2, 0, "stub", 1.0
         cond = threading.Condition()
+        failures = types.SimpleNamespace(verdict=None)
         nonce = ""
 
         def endpoint(self, rank: int) -> Any:

@@ -16,7 +16,7 @@ from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.chains import Continuation, continued
 from symcomm.group.facade import Collectives
 from symcomm.group.failure import Site, Status, call_site, explain
-from symcomm.group.standoff import ANY_SOURCE, format_message, format_standoff
+from symcomm.group.standoff import ANY_SOURCE, format_message, format_standoff, warn
 from symcomm.group.work import Outcome, Timeout, no_thread, to_ns
 from symcomm.types import DType
 
@@ -108,7 +108,7 @@ class MessageWork(AnyMessageWork):
         self._message = message
         self._buffer = buffer
         self._site = site
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self.outcome: tuple[int, int, int, int] | None = None
         self._error: BaseException | None = None
 
@@ -118,7 +118,7 @@ class MessageWork(AnyMessageWork):
         if status == STATUS_SIZE:
             self._error = self.misfit(peer, got, dtype, self._buffer)
         elif status:
-            seconds = time.monotonic() - self._started
+            seconds = time.monotonic() - self.started
             self._error = self._group.fail_with_status(status, self.what, self._site, seconds, explain)
         elif not self._message.is_send:
             self._buffer.finish()
@@ -150,6 +150,22 @@ class MessageWork(AnyMessageWork):
                 return False
             self.settle(outcome)
         return True
+
+    def hold(self) -> bool:
+        """Whether no message has matched this receive; then none can, until ``resume()``."""
+        return native.p2p_hold(self.op)
+
+    def resume(self) -> None:
+        native.p2p_resume(self.op)
+
+    def fill(self, status: Status = Status.OK) -> None:
+        """A receive that is held is over: its message came another way, or it was given up."""
+        if native.p2p_fill(self.op, status):
+            self.outcome = (Status.TIMEOUT, ANY_SOURCE, 0, 0)
+
+    @property
+    def was_withdrawn(self) -> bool:
+        return self.outcome is not None and self.outcome[0] == Status.TIMEOUT
 
     @property
     def source(self) -> int:
@@ -226,6 +242,11 @@ class MessageCalls(Collectives):
 
         Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
         return [self._post(m, "batch", True) for m in messages]
+
+    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
+        """The core has seen for a second that ``peer`` waits in a collective, and this rank for a message."""
+        if words := format_standoff(self, peer, f"rank {self.rank}"):
+            warn(self, format_message(is_send, peer, tag), words)
 
     def _check_message(self, call: str, message: Message) -> None:
         if not isinstance(message, Message):

@@ -7,6 +7,7 @@ it ended; a host that vanished, by the others.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -35,8 +36,8 @@ class Failures:
     def __init__(self, group: Any):
         self._ref = weakref.ref(group)  # must not keep the group alive
         self.verdict: dict[str, Any] | None = None
-        self._answers: dict[int, dict[str, Any]] = {}
-        self._survey = 0
+        self._answers: dict[int, dict[int, dict[str, Any]]] = {}  # by the number of the survey, by rank
+        self._surveys = itertools.count(1)
         self._lock = threading.RLock()
 
     @property
@@ -45,25 +46,27 @@ class Failures:
 
     # --- surveys ----------------------------------------------------------------------------------------------
 
-    def survey(self) -> dict[int, dict[str, Any]]:
-        """What each rank is doing that answers; notices which cannot be reached."""
-        group = self._group
-        with self._lock:
-            self._survey += 1
-            number, self._answers = self._survey, {}
+    def survey(self, ranks: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
+        """What each rank (or of ``ranks``) is doing that answers; notices which cannot be reached."""
+        group, number = self._group, next(self._surveys)
+        answers = self._answers[number] = {}
         ask = {"kind": "ask", "survey": number}
-        with ThreadPoolExecutor(16, thread_name_prefix="symcomm-ask") as pool:
-            asked = [r for r in range(group.size) if r != group.rank and not group.is_gone(r)]
-            list(pool.map(lambda r: group.tell(r, ask, timeout=REACH), asked))
+        asked = [r for r in (range(group.size) if ranks is None else ranks) if r != group.rank and not group.is_gone(r)]
+        far = [r for r in asked if not group.tell_known(r, ask)]
+        if far:
+            with ThreadPoolExecutor(16, thread_name_prefix="symcomm-ask") as pool:
+                list(pool.map(lambda r: group.tell(r, ask, timeout=REACH), far))
         deadline = time.monotonic() + SURVEY
-        while time.monotonic() < deadline and any(r not in self._answers and not group.is_gone(r) for r in asked):
+        while time.monotonic() < deadline and any(r not in answers and not group.is_gone(r) for r in asked):
             time.sleep(0.002)
-        return {group.rank: self._own_answer(), **self._answers}
+        del self._answers[number]
+        return {group.rank: self._own_answer(), **answers}
 
     def _own_answer(self) -> dict[str, Any]:
         group = self._group
         seq, call, site = group.doing
-        return {"seq": seq, "call": call, "site": site, "ended": self._ended_here()}
+        awaits = group.waits.words()
+        return {"seq": seq, "call": call, "site": site, "awaits": awaits, "ended": self._ended_here()}
 
     def _ended_here(self) -> dict[str, str]:
         """How ranks of this host ended, by their number."""
@@ -86,8 +89,8 @@ class Failures:
         threading.Thread(target=reply, name="symcomm-answer", daemon=True).start()
 
     def note_answer(self, rank: int, header: dict[str, Any]) -> None:
-        if header["survey"] == self._survey:
-            self._answers[rank] = header
+        if (answers := self._answers.get(header["survey"])) is not None:
+            answers[rank] = header
 
     # --- describing failures ----------------------------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class Failures:
         return "; ".join(parts)
 
     def late(self, seq: int, seconds: float, whom: Collection[int]) -> None:
-        """A deadline passed while waiting for ``whom``."""
+        """A deadline passed while waiting for ``whom``, in operation ``seq``; 0: in a message that was half way."""
         if self.verdict is not None:
             return
         group, answers = self._group, self.survey()
@@ -131,9 +134,13 @@ class Failures:
             last = [f"rank {r} was last seen {_last_seen(answers[r])}" for r in behind[:4]]
             last += [f"rank {r} does not answer (stopped, or cut off?)" for r in silent[:4]]
             story = f"did not come: {format_ranks(missing)}; arrived: {format_ranks(arrived)}; {'; '.join(last)}"
-        else:
+        elif seq:
             missing = sorted(whom)
             story = f"all arrived, but rank {format_ranks(missing)} did not go on (stopped, or a slow network?)"
+        else:
+            missing = sorted(whom)
+            why = group.waits.explain(whom, answers, f"rank {group.rank}") or "stopped, or a slow network?"
+            story = f"rank {format_ranks(missing)} did not go on when the message was half way ({why})"
         self._spread("late", story, missing, seconds)
 
     def mismatch(self) -> None:
@@ -210,4 +217,5 @@ class Failures:
 
 
 def _last_seen(answer: dict[str, Any]) -> str:
-    return f"after {answer['call']} #{answer['seq']}" if answer["seq"] else "before its first operation"
+    last = f"after {answer['call']} #{answer['seq']}" if answer["seq"] else "before its first operation"
+    return f"{last} and {answer['awaits']}" if answer["awaits"] else last

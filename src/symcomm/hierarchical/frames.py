@@ -89,7 +89,10 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "sending": {"number": is_number, "real": _is_bool},
     "cancelled": {"number": is_number},
     "ask": {"survey": is_number},
-    "answer": {"survey": is_number, "seq": is_number, "call": _is_text, "site": _is_text, "ended": _is_ended},
+    "answer": {
+        "survey": is_number, "seq": is_number, "call": _is_text, "site": _is_text, "awaits": _is_text,
+        "ended": _is_ended,
+    },
     "fail": {
         "fault": FAULTS.__contains__, "story": _is_text, "ranks": _is_ranks, "origin": is_number,
         "seconds": _is_seconds,

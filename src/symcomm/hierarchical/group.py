@@ -47,10 +47,12 @@ from symcomm.hierarchical.execution import HierarchicalExecution
 from symcomm.hierarchical.failure import Failures, OperationStopped
 from symcomm.hierarchical.frames import MESSAGES, check
 from symcomm.hierarchical.leader_links import LeaderLinks
+from symcomm.hierarchical.matcher import MessageMatcher
 from symcomm.hierarchical.operation import Operation, Signature
-from symcomm.hierarchical.p2p import HierarchicalMessages, MessageMatcher
+from symcomm.hierarchical.p2p import HierarchicalMessages
 from symcomm.hierarchical.rounds import Rounds
 from symcomm.hierarchical.scratch import Scratch
+from symcomm.hierarchical.standoff import Waits
 from symcomm.hierarchical.topology import Layout
 from symcomm.hierarchical.work import HierarchicalWork, Runner
 from symcomm.memory.share import Deadline, Exchange
@@ -112,6 +114,11 @@ class _IntraHostGroup(LocalGroup):
     """The ranks of one host. They mostly wait for the network, which takes longer than spinning pays for."""
 
     _spin_ns = _yield_ns = 5_000
+    waits: Waits
+    here: Sequence[int]
+
+    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
+        self.waits.on_standoff(is_send, self.here[peer], tag)
 
 
 class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGroup):
@@ -147,7 +154,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self._turn = threading.RLock()
         self._runner = Runner()
         self.scratch = Scratch(self.arena)
-        self.matcher = MessageMatcher(self)
+        self.matcher, self.waits = MessageMatcher(self), Waits(self)
         self.rounds, self.agreements = Rounds(self), Agreements(self)
         self._handlers: dict[str, Handler] = {}  # of messages of the layers above, by kind
         self._abandoned: list[Any] = []  # operations and tensors whose memory the engine may still write to
@@ -214,6 +221,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
 
     def _connect(self, exchange: Exchange) -> None:
         self.local = self._make_local(exchange)
+        self.local.waits, self.local.here = self.waits, self.layout.here
         self.exposed = self.local.exposed  # which outlives the group while ranks of this host may write there
         self._make_engine(exchange)
         for host in self.layout.others:  # the peers that watch each other's liveness
@@ -221,7 +229,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
                 if rank > self.rank:
                     self.tell(rank, {"kind": "hello"}, timeout=self.timeout)
 
-    def _make_local(self, exchange: Exchange) -> ProcessGroup:
+    def _make_local(self, exchange: Exchange) -> _IntraHostGroup:
         """This host's own group. Hosts may need more or fewer rounds of the exchange, so all do the same number."""
         here = self.layout.here
         exchange_here = SubsetExchange(exchange, here)
@@ -342,6 +350,11 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         return self.fail(lambda: self.failures.error(what, seconds))
 
     @property
+    def is_operating(self) -> bool:
+        """Whether a thread of this rank performs an operation, or will without being asked."""
+        return bool(self._operating_thread) or any(not work.settled for work in list(self.pending))
+
+    @property
     def _observed(self) -> ProcessGroup:
         return self.local
 
@@ -425,6 +438,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             self.failures.accept(header)
         elif kind == "bye":
             self.left.add(rank)
+            self.matcher.on_left(rank)
             self.notify()
         elif kind in _RECEIVERS:
             _RECEIVERS[kind](self)(rank, header)
@@ -434,6 +448,9 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             self.leader_links.add(self._rank_of[sender], conn)
         else:
             conn.close()
+
+    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
+        self.local.on_standoff(is_send, peer, tag)
 
     def on_lost(self, nonce: str) -> None:
         if nonce in self._rank_of:
@@ -472,6 +489,9 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
         self._say_goodbye()
         self.failures.end()
+        if self.matcher.is_moving:  # the caller has its tensors back
+            self.stop_engine()
+            self.await_engine()
         self._retire()
         self.local.leave_now()
         self.pending = []

@@ -49,7 +49,7 @@ static bool withdraw(struct op *op) {
         remove_op(&o->unacknowledged, op);
         o->last = o->first;
         while (o->last && o->last->next) o->last = o->last->next;
-    } else if (op->state == OP_POSTED) {
+    } else if (op->state == OP_POSTED || op->state == OP_HELD) {
         remove_op(&m->receives, op);
     } else {
         p2p_revoke_receive(m, op->peer);
@@ -208,6 +208,39 @@ int p2p_wait(struct op *op, int64_t timeout, bool withdraw_it) {
     int status = wait_for(&visit, op, timeout, withdraw_it);
     visit_end(&visit);
     return status;
+}
+
+/* --- receives that a message from outside the group may end ------------------------------------------------------ */
+
+bool p2p_hold(struct op *op) {
+    symcomm_lock(&op->p2p->lock);
+    bool held = !op->is_send && op->state == OP_POSTED;
+    if (held) op->state = OP_HELD;
+    pthread_mutex_unlock(&op->p2p->lock);
+    return held;
+}
+
+void p2p_resume(struct op *op) {
+    struct p2p *m = op->p2p;
+    symcomm_lock(&m->lock);
+    if (op->state == OP_HELD) {
+        op->state = OP_POSTED;
+        if (p2p_match_unexpected(m, op)) remove_op(&m->receives, op); /* the caller's reference keeps it */
+    }
+    pthread_mutex_unlock(&m->lock);
+}
+
+bool p2p_fill(struct op *op, int status) {
+    symcomm_lock(&op->p2p->lock);
+    bool held = op->state == OP_HELD;
+    if (held) {
+        remove_op(&op->p2p->receives, op);
+        p2p_finish(op, status);
+        op->status = STATUS_TIMEOUT; /* for whoever looks at it: nothing came this way */
+    }
+    pthread_mutex_unlock(&op->p2p->lock);
+    if (held) p2p_release(op);
+    return held;
 }
 
 bool p2p_is_short(const struct group *g, uint64_t nbytes) {

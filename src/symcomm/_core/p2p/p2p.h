@@ -34,7 +34,8 @@ struct header {
     int64_t dtype;
 };
 
-enum op_state { OP_POSTED, OP_MOVING, OP_UNACKNOWLEDGED, OP_DONE };
+/* OP_HELD: a posted receive that keeps its place, but that no message may match. */
+enum op_state { OP_POSTED, OP_HELD, OP_MOVING, OP_UNACKNOWLEDGED, OP_DONE };
 
 struct op {
     struct p2p *p2p;
@@ -75,6 +76,12 @@ struct op *p2p_post(struct group *g, const struct op *wanted);
 struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status);
 /* Makes progress until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT withdraws the op. */
 int p2p_wait(struct op *op, int64_t timeout, bool withdraw);
+/* For receives that a message from outside the group may end as well. Hold: no message of the group can match it any
+ * more; false: one has, or it is over. Resume: it is posted as before, in its old place. Fill: it is over, by a message
+ * that came another way; the flight recorder notes `status`. */
+bool p2p_hold(struct op *op);
+void p2p_resume(struct op *op);
+bool p2p_fill(struct op *op, int status); /* false: it is not held */
 /* Whether a message of so many bytes is over in microseconds once the peer takes part, with no others on their way. */
 bool p2p_is_short(const struct group *g, uint64_t nbytes);
 /* Whoever held on to op has no further use for it. */

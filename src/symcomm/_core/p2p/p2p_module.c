@@ -68,6 +68,38 @@ static PyObject *py_wait(PyObject *Py_UNUSED(self), PyObject *args) {
     return outcome(op, status);
 }
 
+static PyObject *py_hold(PyObject *Py_UNUSED(self), PyObject *capsule) {
+    struct op *op = PyCapsule_GetPointer(capsule, OP);
+    bool held;
+    if (op == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    held = p2p_hold(op);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(held);
+}
+
+static PyObject *py_resume(PyObject *Py_UNUSED(self), PyObject *capsule) {
+    struct op *op = PyCapsule_GetPointer(capsule, OP);
+    if (op == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    p2p_resume(op);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_fill(PyObject *Py_UNUSED(self), PyObject *args) {
+    PyObject *capsule;
+    int status;
+    if (!PyArg_ParseTuple(args, "Oi", &capsule, &status)) return NULL;
+    struct op *op = PyCapsule_GetPointer(capsule, OP);
+    bool filled;
+    if (op == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    filled = p2p_fill(op, status);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(filled);
+}
+
 /* p2p_exchange(group, is_send, peer, tag, tensor): a blocking send or receive of a tensor the core can
  * view. The peer's rank when all went well, an outcome like p2p_wait's when not, None when Python has to look. */
 static PyObject *py_exchange(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
@@ -124,8 +156,11 @@ static PyMethodDef methods[] = {
     METHOD(use_deadlock_callback, METH_O,
            "(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."),
     METHOD_AS(p2p_exchange, py_exchange, METH_FASTCALL, "(group, is_send, peer, tag, tensor) -> peer, outcome or None"),
+    METHOD_AS(p2p_fill, py_fill, METH_VARARGS, "(op, status) -> whether it was held; it is over, by a message that came another way"),
+    METHOD_AS(p2p_hold, py_hold, METH_O, "(op) -> whether no message has matched the receive; then none can"),
     METHOD_AS(p2p_post, py_post, METH_VARARGS,
               "(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"),
+    METHOD_AS(p2p_resume, py_resume, METH_O, "(op): a held receive can be matched again, in its place"),
     METHOD_AS(p2p_wait, py_wait, METH_VARARGS,
               "(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"),
     {NULL, NULL, 0, NULL},

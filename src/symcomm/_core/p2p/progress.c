@@ -169,7 +169,7 @@ static bool progress_sends(const struct visit *v, struct p2p *m, int peer, bool 
 static struct op *match(struct p2p *m, int peer, const struct header *h) {
     for (struct op **at = &m->receives; *at; at = &(*at)->next) {
         struct op *op = *at;
-        if ((op->peer != peer && op->peer != ANY_SOURCE) || op->tag != h->tag) continue;
+        if ((op->peer != peer && op->peer != ANY_SOURCE) || op->tag != h->tag || op->state == OP_HELD) continue;
         *at = op->next;
         op->next = NULL;
         op->peer = peer;
@@ -181,7 +181,7 @@ static struct op *match(struct p2p *m, int peer, const struct header *h) {
 
 static bool wanted_from(struct p2p *m, int peer) {
     for (struct op *op = m->receives; op; op = op->next)
-        if (op->peer == peer || op->peer == ANY_SOURCE) return true;
+        if ((op->peer == peer || op->peer == ANY_SOURCE) && op->state != OP_HELD) return true;
     return false;
 }
 

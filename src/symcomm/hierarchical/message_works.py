@@ -1,0 +1,283 @@
+"""Messages of a group across hosts, as their callers hold them: to or from another host, on this one, from anywhere.
+
+A receive from any rank stands in two queues: the mailbox of this host, which the core matches, and the matcher's, for
+other hosts. Whoever finds a message for it first must get it out of the other queue: the matcher holds its place in the
+mailbox (``claim``) before it accepts an envelope, in whatever thread that has come. So such a receive is served while
+its owner does something else.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.group.buffers import Buffer
+from symcomm.group.failure import Status
+from symcomm.group.p2p import ANY_SOURCE, AnyMessageWork, Message, MessageWork
+from symcomm.group.work import Timeout, to_ns
+from symcomm.hierarchical.operation import LATE_BYTES
+
+ARRIVING = 10.0  # seconds beyond a deadline, at least, for a message in flight: giving up on it ends the group
+SLICE = 0.002  # seconds between looks at the host's mailbox, for receives from any source
+SOON = 0.05  # seconds between looks at who is gone
+AT_ONCE = 1  # ns: a wait that ends before it has begun
+
+
+class Matcher(Protocol):
+    """What works need of hierarchical/matcher.py."""
+
+    @property
+    def group(self) -> Any: ...
+
+    def cancel(self, work: RemoteWork) -> bool: ...
+
+    def forget(self, work: RemoteWork) -> None: ...
+
+
+class RemoteWork(AnyMessageWork):
+    """One end of a message between hosts."""
+
+    def __init__(self, matcher: Matcher, message: Message, buffer: Buffer):
+        self._matcher = matcher
+        self._group = matcher.group
+        self.message = self._message = message
+        self.group = self._group
+        self.buffer = buffer
+        self.place = 0  # among the receives of this rank, in the order in which they were posted
+        self._started = time.monotonic()
+        self.ended = False
+        self.moving = False  # the engine has it
+        self.moved = False  # and has carried it
+        # a receive: whether the engine carries the message, or zeros for a cancelled one, once known
+        self.is_real: bool | None = None
+        self._error: BaseException | None = None
+        self.sender = message.peer
+
+    def end(self, error: BaseException | None = None) -> None:
+        """With the group's condition held."""
+        self._error, self.ended = error, True
+        self._group.cond.notify_all()
+
+    def claim(self) -> bool:
+        """Whether a message of another host may end this receive, and nothing else any more."""
+        return True
+
+    def repost(self) -> None:
+        """What arrived was not the message."""
+        self.moving, self.moved, self.is_real, self.sender = False, False, None, self._message.peer
+
+    def withdraw(self) -> None:
+        """Nothing else may end it; called once the matcher has let go of it."""
+
+    def awaited(self) -> list[int]:
+        """The ranks it waits for; one of them is enough."""
+        if self.sender != ANY_SOURCE:
+            return [self.sender]
+        return [r for r in range(self._group.size) if r != self._group.rank and not self._group.is_gone(r)]
+
+    def _lost(self) -> list[int]:
+        """Ranks that are gone, so that it waits in vain."""
+        return [r for r in self.awaited() if self._group.is_gone(r)]
+
+    def look(self) -> bool:
+        """Whether it has ended."""
+        return self.ended
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        """Block until the message has left (send) or is there (receive)."""
+        seconds = self._group.timeout if not timeout else to_ns("wait", timeout) / 1e9
+        if not self.look():
+            with self._group.waits.of(self) as wait:
+                if not self._await(time.monotonic() + seconds, seconds, wait):
+                    self._give_up(seconds)
+        self.settle()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _await(self, deadline: float, seconds: float, wait: Any) -> bool:
+        """Whether it has ended, or False once it cannot any more."""
+        group, gone_since = self._group, 0.0
+        while not self.look():
+            wait.look()
+            with group.cond:
+                now = time.monotonic()
+                if self.ended or group.failures.verdict is not None:
+                    break
+                if self._is_in_vain(now):
+                    gone_since = gone_since or now  # a receiver may leave before the engine reports completion
+                    if not self.moving or now - gone_since >= LATE_BYTES:
+                        break
+                if now >= deadline and (not self.moving or now >= deadline + max(seconds, ARRIVING)):
+                    break
+                group.cond.wait(0.05 if gone_since else self._pause(now, deadline))
+        return self.look()  # whoever is gone may have done its part before
+
+    def _is_in_vain(self, now: float) -> bool:
+        return bool(self._lost())
+
+    def _pause(self, now: float, deadline: float) -> float:
+        """Seconds until the next look, if nothing happens."""
+        return min(0.25, max(0.001, deadline - now))
+
+    def _give_up(self, seconds: float) -> None:
+        """Gone, stopped or late. A message that is only late is cancelled, which does not harm the group."""
+        group, awaited = self._group, self.awaited()
+        if group.failures.verdict is None and (lost := self._lost()):
+            group.failures.gone(lost)
+        if group.failures.verdict is None and not self._matcher.cancel(self):
+            group.failures.late(0, seconds, awaited)
+        if group.failures.verdict is not None:
+            self._matcher.forget(self)
+            group.await_engine()
+        self.withdraw()
+        if self.look():
+            return
+        if group.failures.verdict is None:
+            named = [] if self.sender == ANY_SOURCE else awaited
+            error: BaseException = self._late(seconds, named, group.waits.describe(awaited))
+        else:
+            error = group.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._started)
+        with group.cond:
+            if not self.ended:
+                self.end(error)
+
+    def settle(self) -> None:
+        if not self._message.is_send and self._error is None and self.buffer.target is not None:
+            self.buffer.finish()
+            self.buffer.target = None
+
+    def is_completed(self) -> bool:
+        if self.look():
+            self.settle()
+        elif self._group.failures.verdict is not None:
+            self._give_up(0.0)
+        return self.ended
+
+    @property
+    def source(self) -> int:
+        """The rank a receive's message came from."""
+        self.wait()
+        return self.sender
+
+
+class LocalWork(AnyMessageWork):
+    """A message between ranks of one host, with the group's ranks instead of the host's."""
+
+    def __init__(self, group: Any, work: MessageWork, message: Message):
+        self._group, self._work, self._message = group, work, message
+        self.message = message
+        self._error: BaseException | None = None
+
+    def awaited(self) -> list[int]:
+        return [self._message.peer]
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        if self._error is None:
+            seconds = to_ns("wait", timeout) / 1e9 if timeout else self._group.timeout
+            try:
+                with self._group.waits.of(self):
+                    return self._work.wait(seconds)
+            except errors.BadArgumentError:
+                raise
+            except errors.SymcommError as error:
+                self._error = self._translated(error, seconds)
+        raise self._error
+
+    def _translated(self, error: errors.SymcommError, seconds: float) -> BaseException:
+        peer, group = self._message.peer, self._group
+        if isinstance(error, errors.DeadlineError) and group.local.failure is None:
+            return self._late(seconds, [peer], group.waits.describe([peer]))
+        if isinstance(error, errors.RankFailedError):
+            group.failures.gone([group.layout.here[r] for r in error.ranks])
+        elif isinstance(error, errors.DeadlineError):
+            group.failures.late(0, group.timeout, [peer])
+        else:
+            group.failures.await_verdict()
+        return group.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._work.started)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        error = self._work.exception()
+        if error is not None and self._error is None and isinstance(error, errors.SymcommError):
+            self._error = (
+                error if isinstance(error, errors.BadArgumentError) else self._translated(error, self._group.timeout)
+            )
+        return self._error
+
+    @property
+    def source(self) -> int:
+        self.wait()
+        return self._group.layout.here[self._work.source]
+
+
+class AnySourceWork(RemoteWork):
+    """A receive from any source. ``here``: the same receive in the mailbox of this host, which nobody waits for: its
+    end is found by looking, while somebody waits for this one."""
+
+    def __init__(self, matcher: Matcher, message: Message, buffer: Buffer, here: MessageWork):
+        super().__init__(matcher, message, buffer)
+        self._here = here
+        self._look_at = 0.0  # when to look again at who is gone
+
+    def claim(self) -> bool:
+        return self._here.hold()
+
+    def repost(self) -> None:
+        super().repost()
+        self._here.resume()
+
+    def end(self, error: BaseException | None = None) -> None:
+        self._here.fill()  # if it is held
+        super().end(error)
+
+    def _lost(self) -> list[int]:
+        """As on one host: one that died is reason enough to give up, ranks that left are when all have."""
+        if self.sender != ANY_SOURCE:
+            return super()._lost()
+        group = self._group
+        dead = group.rounds.dead()
+        gone = [r for r in range(group.size) if r != group.rank and (r in dead or group.is_gone(r))]
+        return sorted(dead) or (gone if len(gone) == group.size - 1 else [])
+
+    def _is_in_vain(self, now: float) -> bool:
+        if now < self._look_at:
+            return False
+        self._look_at = now + SOON
+        return bool(self._lost())
+
+    def _pause(self, now: float, deadline: float) -> float:
+        """At first messages are looked for often, since they mostly come at once."""
+        return min(SLICE, max(0.00005, (now - self._started) / 8))
+
+    def look(self) -> bool:
+        """A message of this host has filled the tensor itself."""
+        if self.ended or self.moving or not self._here.is_completed() or self._here.was_withdrawn:
+            return self.ended
+        self._matcher.forget(self)
+        error = LocalWork(self._group, self._here, self._message).exception()
+        with self._group.cond:
+            if not self.ended:
+                if error is None:
+                    self.sender = self._group.layout.here[self._here.source]
+                    self.buffer.target = None
+                self.end(error)
+        return True
+
+    def withdraw(self) -> None:
+        """No message of this host ends it any more. One that is half here is lost, as any that is given up."""
+        if self._here.hold():
+            self._here.fill(Status.TIMEOUT)
+            return
+        outcome = native.p2p_wait(self._here.op, AT_ONCE, True)
+        if outcome[0] == Status.TIMEOUT:
+            self._here.outcome = outcome
+        else:
+            self._here.settle(outcome)

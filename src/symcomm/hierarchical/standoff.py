@@ -1,0 +1,113 @@
+"""Waits for messages in a group across hosts: what the ranks do that a message waits for.
+
+A rank that waits for long asks those whom it waits for what they are doing. That finds out who is gone without having
+ever talked to this rank, and who waits in a collective that this rank has not called: a stand-off, see
+group/standoff.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from symcomm.errors import format_ranks
+from symcomm.group.standoff import ANY_SOURCE, format_message, in_collective, warn
+
+FIRST = 0.5  # seconds until ranks are asked; and asked again, before a stand-off is said to be one
+RARELY = 5.0  # seconds between later questions, at most
+
+
+class Waits:
+    """The waits of one rank for messages of one group."""
+
+    def __init__(self, group: Any):
+        self._ref = weakref.ref(group)
+        self._works: list[Any] = []
+
+    @property
+    def _group(self) -> Any:
+        return self._ref()
+
+    @contextlib.contextmanager
+    def of(self, work: Any) -> Iterator[Wait]:
+        """Somebody waits for ``work``."""
+        self._works.append(work)
+        try:
+            yield Wait(self, work)
+        finally:
+            self._works.remove(work)
+
+    def words(self) -> str:
+        """``waits for a message from rank 0``; empty: for none. One of them, if several threads do."""
+        for work in list(self._works):
+            message = work.message
+            who = "any rank" if message.peer == ANY_SOURCE else f"rank {message.peer}"
+            return f"waits to send to {who}" if message.is_send else f"waits for a message from {who}"
+        return ""
+
+    def describe(self, ranks: Collection[int]) -> str:
+        """Why none of ``ranks`` did its part of a message, as far as they say; asks them."""
+        return self.explain(ranks, self._group.failures.survey(ranks))
+
+    def explain(self, ranks: Collection[int], answers: dict[int, dict[str, Any]], me: str = "this rank") -> str:
+        silent = [r for r in ranks if r not in answers and not self._group.is_gone(r)]
+        if silent:
+            verb = "does" if len(silent) == 1 else "do"
+            return f"rank {format_ranks(silent)} {verb} not answer (stopped, or cut off?)"
+        return self._standoff(ranks, answers, me)[1]
+
+    def ask(self, ranks: Collection[int]) -> tuple[int, str]:
+        """If all of ``ranks`` wait in a collective that this rank has not called: its number, and words."""
+        group = self._group
+        return self._standoff(ranks, group.failures.survey(ranks), f"rank {group.rank}")
+
+    def _standoff(self, ranks: Collection[int], answers: dict[int, dict[str, Any]], me: str) -> tuple[int, str]:
+        group = self._group
+        here, theirs = group.doing[0], [answers[r] for r in ranks if r in answers and r != group.rank]
+        if not theirs or len(theirs) < len(ranks) or group.is_operating or any(a["seq"] <= here for a in theirs):
+            return 0, ""
+        seq = theirs[0]["seq"]
+        return seq, in_collective(sorted(ranks), theirs[0]["call"], seq, me)
+
+    def on_standoff(self, is_send: bool, rank: int, tag: int) -> None:
+        """The core has seen one between ranks of this host for a second; that this rank has called nothing is for us
+        to find, since an operation that waits for the network is in no call of the core."""
+        words = self.ask([rank])[1]
+        if words:
+            warn(self._group, format_message(is_send, rank, tag), words)
+
+
+class Wait:
+    """One of them."""
+
+    def __init__(self, waits: Waits, work: Any):
+        self._waits, self._work = waits, work
+        self._begun = time.monotonic()
+        self._ask_at = self._begun + FIRST
+        self._asking: threading.Thread | None = None
+        self._seen = 0  # the number of the collective that the others waited in when they were last asked
+        self._told = False
+
+    def look(self) -> None:
+        """Called again and again while it lasts. Ranks are asked in another thread: an answer may take long."""
+        now = time.monotonic()
+        if now < self._ask_at or (self._asking is not None and self._asking.is_alive()):
+            return
+        self._ask_at = now + min(RARELY, FIRST + (now - self._begun) / 8)
+        self._asking = threading.Thread(target=self._ask, name="symcomm-standoff", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread: it is only not said
+            self._asking.start()
+
+    def _ask(self) -> None:
+        seen, words = self._waits.ask(self._work.awaited())
+        if seen and seen == self._seen and not self._told and not self._work.look():
+            self._told = True
+            group, message = self._work.group, self._work.message
+            warn(group, format_message(message.is_send, message.peer, message.tag), words)
+        if seen and seen != self._seen:
+            self._ask_at = min(self._ask_at, time.monotonic() + FIRST)
+        self._seen = seen
