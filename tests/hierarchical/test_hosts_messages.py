@@ -211,6 +211,25 @@ def test_a_receive_from_any_rank_that_gave_up_is_not_written_to(sender: int):
     assert run(given_up, [2, 1], sender)[0] == [0.0, 7.0]
 
 
+def of_another_size(g: Any) -> list[str]:
+    said = []
+    for sender in (1, 2):
+        for source in (sender, ANY):
+            if g.rank == sender:
+                g.send(torch.empty(3), 3, 2)
+            if g.rank == 3:
+                with pytest.raises(errors.BadArgumentError) as caught:
+                    g.recv(torch.empty(2), source, 2)
+                said.append(str(caught.value))
+            g.barrier()
+    return said
+
+
+def test_a_message_of_another_size_is_told_with_the_ranks_of_the_group():
+    for i, said in enumerate(run(of_another_size, [2, 2])[3]):
+        assert f"on group 'world': rank {1 + i // 2} sent 12 bytes of float32, the tensor here has 8" in said, said
+
+
 def group_fails(g: Any, told: threading.Event) -> tuple[str, float, float]:
     """The group fails while receives are posted; what comes afterwards is written nowhere."""
     named, anyone = torch.zeros(10), torch.zeros(10)

@@ -106,7 +106,7 @@ class MessageWork(AnyMessageWork):
         self._group = group
         self.op: Any = None  # until it is posted; for good if an interrupt came first
         self._message = message
-        self._buffer = buffer
+        self.buffer = buffer
         self._site = site
         self.started = time.monotonic()
         self.outcome: tuple[int, int, int, int] | None = None
@@ -116,12 +116,12 @@ class MessageWork(AnyMessageWork):
         self.outcome = outcome
         status, peer, got, dtype = outcome
         if status == STATUS_SIZE:
-            self._error = self.misfit(peer, got, dtype, self._buffer)
+            self._error = self.misfit(peer, got, dtype, self.buffer)
         elif status:
             seconds = time.monotonic() - self.started
             self._error = self._group.fail_with_status(status, self.what, self._site, seconds, explain)
         elif not self._message.is_send:
-            self._buffer.finish()
+            self.buffer.finish()
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Block until the message has left (send) or arrived (receive)."""

@@ -180,14 +180,15 @@ class LocalWork(AnyMessageWork):
             try:
                 with self._group.waits.of(self):
                     return self._work.wait(seconds)
-            except errors.BadArgumentError:
-                raise
             except errors.SymcommError as error:
                 self._error = self._translated(error, seconds)
         raise self._error
 
     def _translated(self, error: errors.SymcommError, seconds: float) -> BaseException:
         peer, group = self._message.peer, self._group
+        if isinstance(error, errors.BadArgumentError) and self._work.outcome is not None:
+            _, sender, nbytes, dtype = self._work.outcome
+            return self.misfit(group.layout.here[sender], nbytes, dtype, self._work.buffer)
         if isinstance(error, errors.DeadlineError) and group.local.failure is None:
             return self._late(seconds, [peer], group.waits.describe([peer]))
         if isinstance(error, errors.RankFailedError):
@@ -207,9 +208,7 @@ class LocalWork(AnyMessageWork):
     def exception(self) -> BaseException | None:
         error = self._work.exception()
         if error is not None and self._error is None and isinstance(error, errors.SymcommError):
-            self._error = (
-                error if isinstance(error, errors.BadArgumentError) else self._translated(error, self._group.timeout)
-            )
+            self._error = self._translated(error, self._group.timeout)
         return self._error
 
     @property
