@@ -130,6 +130,7 @@ conformance: $(BUILT) ## PyTorch's own DistributedTest on our backend, at 2, 3, 
 soak: $(BUILT) ## hours of random faults: on one host, between hosts, of ranks that come and go; every result is checked
 	$(BIN)/python -m tests.soak --minutes 30
 	$(BIN)/python -m tests.soak.hosts 10
+	$(BIN)/python -m tests.soak.host_programs 2000
 	$(BIN)/python -m tests.soak.elastic 10
 	$(BIN)/python -m tests.soak.churn --minutes 10 --seeds 10
 	SYMCOMM_LIVES=100 $(BIN)/python -m pytest -q tests/group/test_group_life.py -k again_and_again

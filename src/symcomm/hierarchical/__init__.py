@@ -6,7 +6,8 @@ calls.py        its collectives: check the tensors, then run one of
 eager.py        small tensors: data travels with the arrival messages of the hosts' leaders
 pipelined.py    large tensors: symmetric memory on each host, the engine between hosts, in chunks
 operation.py    one collective in progress: its deadline, synchronization and steps
-p2p.py          point-to-point
+p2p.py          point-to-point calls; matcher.py: messages between hosts; message_works.py: what callers hold of them
+standoff.py     waits for messages: what those do that a rank waits for
 work.py         asynchronous operations
 scratch.py      scratch buffers for operations
 engines/base.py the transport between hosts, and the choice of one; torch_engine.py, mpi_engine.py beside it
