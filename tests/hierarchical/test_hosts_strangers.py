@@ -363,7 +363,8 @@ def _tampered(kind: str) -> Iterator[dict[str, Any]]:
     """Headers of a kind with one field missing, or of another type, or out of range."""
     good: dict[str, Any] = {
         "number": 1, "tag": 0, "dtype": 0, "nbytes": 4, "inline": False, "real": True, "survey": 0, "seq": 1,
-        "call": "x", "site": "y", "ended": {}, "fault": "gone", "story": "z", "ranks": [], "origin": 0, "seconds": 1.0,
+        "call": "x", "site": "y", "awaits": "", "ended": {},
+        "fault": "gone", "story": "z", "ranks": [], "origin": 0, "seconds": 1.0,
         "topic": "t", "item": "x", "signature": [0] * 6, "instance": 1, "step": "accept", "proposal": [1, 1],
         "dead": "AQ==", "value": [[1, 1], "AQ=="],
     }  # fmt: skip
@@ -398,7 +399,7 @@ def test_every_field_of_every_message_is_checked(kind: str) -> None:
 def _whole(kind: str) -> Iterator[dict[str, Any]]:
     values = {"fault": "gone", "item": "", "ranks": [], "ended": {}, "inline": True, "real": True, "seconds": 1.0}
     values |= {"step": "here"}
-    texts = {"call", "site", "story", "topic"}
+    texts = {"call", "site", "awaits", "story", "topic"}
     yield {"kind": kind, **{name: values.get(name, "x" if name in texts else 0) for name in FIELDS[kind]}}
 
 
