@@ -89,21 +89,25 @@ def _waiting(g: ProcessGroup) -> None:
     if g.rank == 0:
         work = g.all_reduce(t, async_op=True)
         assert not work.is_completed() and work.exception() is None
-        with pytest.raises(
-            errors.DeadlineError, match=r"waiting for all_reduce on group 'world' timed out after 50 ms"
-        ):
-            work.wait(0.05)
-        with pytest.raises(errors.DeadlineError):
-            work.wait(timedelta(milliseconds=20))
         g.send(t, 1)
-        assert work.wait() and work.result()[0] is t  # the operation itself went on
+        assert work.wait(20.0) and work.wait(timedelta(seconds=20)) and work.result()[0] is t
     else:
         g.recv(torch.empty(10), 0)
         g.all_reduce(t)
     assert t.tolist() == [2.0] * 10
+    words = r"all_reduce #2 on group 'world' timed out on rank 0 after \d+ ms: did not come: 1; .* group.shrink\(\)"
+    if g.rank == 0:
+        for _ in range(2):  # it stays as it is
+            with pytest.raises(errors.DeadlineError, match=words):
+                work = g.all_reduce(t, async_op=True) if work.is_success() else work
+                work.wait(timedelta(milliseconds=50))
+    else:
+        time.sleep(0.3)
+        with pytest.raises(errors.DeadlineError, match=r"rank 0's deadline"):
+            g.all_reduce(t)
 
 
-def test_wait_with_a_timeout_leaves_the_operation_alone():
+def test_wait_with_a_timeout_that_is_enough_and_one_that_is_not():
     threads(_waiting, 2)
 
 

@@ -42,6 +42,7 @@ MAIN_ONLY = (
     "agreement", "agreement_hosts", "async", "attached", "attached_messages", "attack", "bench", "bench_attach",
     "bench_gpu", "bench_kernels", "bench_noise", "bench_progress", "calibration",
     "collectives", "control_plane", "custom_plans", "death", "demo", "docs", "elastic", "failures", "flight", "fuzz",
+    "giving_up",
     "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_graphs", "gpu_torch", "gpu_windows", "groups", "grow",
     "hosts_aftermath",
     "hosts_attack", "hosts_failures", "hosts_lines", "hosts_messages", "hosts_network", "hosts_programs",

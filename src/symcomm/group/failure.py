@@ -155,7 +155,8 @@ def timed_out(
     who = "" if origin == group.rank else f" (rank {origin}'s deadline)"
     return errors.DeadlineError(
         f"{what} timed out on rank {group.rank} after {format_seconds(seconds)}{who}: {story}. "
-        "Look at what the missing ranks do, or give a longer timeout to the call.",
+        "Look at what the missing ranks do, or give a longer timeout to the call. "
+        "Call group.shrink() to go on without them.",
         missing,
     )
 
@@ -318,7 +319,10 @@ def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) ->
 def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) -> errors.SymcommError:
     seq = report["abort_seq"] or report["seq"]
     absent = [r for r in report["ranks"] if r["seq"] < seq]
-    if absent:
+    if report["culprit"] == report["origin"]:  # which did not begin it
+        missing = [report["origin"]]
+        story = f"rank {report['origin']} was still busy with operations before it"
+    elif absent:
         missing = [r["rank"] for r in absent]
         last = "; ".join(f"rank {r['rank']} was last seen {_last_seen(r, seq)}{_awaits(r)}" for r in absent[:4])
         arrived = [r["rank"] for r in report["ranks"] if r["seq"] >= seq]

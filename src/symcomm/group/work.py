@@ -193,16 +193,23 @@ class Work(Outcome):
         return True
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Block until done. True, or the operation's exception; DeadlineError when ``timeout`` passes first."""
-        if timeout:
-            given = to_ns("wait", timeout)
-            if not self.poll(given):
-                raise errors.deadline(f"waiting for {self._call} on group {self._group_name!r}", given / 1e9)
-        else:
-            self.poll(0)
+        """Block until done. True, or the operation's exception. When ``timeout`` passes first, the operation fails with
+        a DeadlineError on every rank that has not done it, and so does the group: as if the call had had that time."""
+        given = to_ns("wait", timeout) if timeout else 0
+        if not self.poll(given):
+            self._give_up(given / 1e9)
         if self._error is not None:
             raise self._error
         return True
+
+    def _give_up(self, seconds: float) -> None:
+        """The time of a wait is over. Returns once no rank uses the tensors any more."""
+        if self.request is None:
+            raise errors.deadline(f"waiting for {self._call} on group {self._group_name!r}", seconds)
+        self.settle(native.request_give_up(self.request))
+        late = self._error.__cause__ if isinstance(self._error, errors.GroupUnusableError) else None
+        if isinstance(late, errors.DeadlineError):  # an operation before this one was late, and was the first to say so
+            raise errors.DeadlineError(str(self._error), late.missing) from late
 
     def is_completed(self) -> bool:
         return self.poll(-1)

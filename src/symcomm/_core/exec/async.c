@@ -15,8 +15,9 @@ struct worker {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    struct request *first, *last; /* with the lock held, as the next two */
+    struct request *first, *last; /* with the lock held, as the next three */
     uint64_t number;              /* of the last operation queued */
+    uint64_t queued;              /* how many were, ever */
     bool stopping;
     _Atomic int pending; /* queued or running */
     _Atomic bool joined; /* nobody is the thread any more */
@@ -43,6 +44,7 @@ static void *work(void *argument) {
         r->status = leave_is_done(g) ? STATUS_LEFT : exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
         bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
         if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
+        atomic_store(&g->ended, r->place); /* the next one has time again */
         atomic_store_explicit(&r->done, 1, memory_order_release);
         futex_wake(&r->done, INT32_MAX);
         if (more) {
@@ -88,6 +90,7 @@ int async_submit(struct group *g, struct request *r) {
     if (!late) {
         atomic_fetch_add_explicit(&r->references, 1, memory_order_relaxed);
         bool idle = atomic_fetch_add_explicit(&w->pending, 1, memory_order_acquire) == 0;
+        r->place = ++w->queued;
         r->number = w->number = idle ? g->seq + 1 : w->number + 1;
         if (w->last) w->last->next = r;
         else w->first = r;
@@ -107,24 +110,52 @@ bool async_idle(struct group *g) {
     return w == NULL || atomic_load_explicit(&w->pending, memory_order_acquire) == 0;
 }
 
-/* False: the time is up, or a signal handler raised. */
-static bool sleep_until_done(struct request *r, int64_t deadline) {
+enum wait_end { WAIT_DONE, WAIT_LATE, WAIT_INTERRUPTED };
+
+static enum wait_end sleep_until_done(struct request *r, int64_t deadline) {
     while (!atomic_load_explicit(&r->done, memory_order_acquire)) {
         int64_t left = deadline ? deadline - symcomm_now_ns() : 100000000;
-        if (left <= 0) return false;
+        if (left <= 0) return WAIT_LATE;
         long slept = futex_wait(&r->done, 0, left < 100000000 ? left : 100000000);
         /* also when the time was up: a signal may have come just before we slept */
-        if (slept < 0 && errno != EAGAIN && symcomm_interrupted && symcomm_interrupted()) return false;
+        if (slept < 0 && errno != EAGAIN && symcomm_interrupted && symcomm_interrupted()) return WAIT_INTERRUPTED;
     }
-    return true;
+    return WAIT_DONE;
+}
+
+/* The buffers are the caller's again when this returns, whatever signals come. */
+static void await_end(struct request *r) {
+    while (sleep_until_done(r, 0) != WAIT_DONE) symcomm_interrupted = NULL;
+}
+
+/* Ctrl-C: the operations before this one, and this one, end on every rank. */
+static void abort_queue(struct group *g) {
+    struct visit v;
+    if (visit_begin(&v, g)) sync_fail(&v, STATUS_ABORTED, g->rank); /* else another thread leaves, which ends them */
+    visit_end(&v);
 }
 
 bool async_wait(struct request *r, int64_t timeout) {
     /* Our core is free meanwhile, the worker may keep one. */
     atomic_fetch_add_explicit(&r->awaited, 1, memory_order_relaxed);
-    bool done = sleep_until_done(r, timeout ? symcomm_now_ns() + timeout : 0);
+    enum wait_end end = sleep_until_done(r, timeout ? symcomm_now_ns() + timeout : 0);
+    if (end == WAIT_INTERRUPTED) {
+        abort_queue(r->group);
+        await_end(r);
+    }
     atomic_fetch_sub_explicit(&r->awaited, 1, memory_order_relaxed);
-    return done;
+    return end == WAIT_DONE;
+}
+
+void async_give_up(struct request *r) {
+    struct group *g = r->group;
+    struct visit v;
+    uint64_t seen = atomic_load(&g->given_up);
+    while (seen < r->place && !atomic_compare_exchange_weak(&g->given_up, &seen, r->place)) {}
+    visit_begin(&v, g);
+    sync_wake_own(&v);
+    visit_end(&v);
+    await_end(r);
 }
 
 void async_release(struct request *r) {
@@ -181,26 +212,13 @@ struct request *async_request(struct group *g, const struct plan *p, const struc
     return NULL;
 }
 
-/* Ctrl-C: the operations before this one, and this one, end on every rank. */
-static void abort_queue(struct group *g) {
-    struct visit v;
-    if (visit_begin(&v, g)) sync_fail(&v, STATUS_ABORTED, g->rank); /* else another thread leaves, which ends them */
-    visit_end(&v);
-}
-
 int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
                          struct origin from) {
     struct request *r = async_request(g, p, b, timeout, from);
     if (r == NULL) return STATUS_PLAN;
     int64_t status = STATUS_PLAN;
     if (async_submit(g, r) == 0) {
-        bool done = async_wait(r, 0);
-        if (!done) {
-            abort_queue(g);
-            symcomm_interrupted = NULL; /* the buffers are the caller's, so wait for the worker */
-            async_wait(r, 0);
-        }
-        status = done ? r->status : STATUS_INTERRUPTED;
+        status = async_wait(r, 0) ? r->status : STATUS_INTERRUPTED;
     }
     async_release(r);
     return status;

@@ -11,6 +11,7 @@ struct request {
     struct origin from;
     int64_t status;                     /* of exec_run(), valid once done */
     uint64_t number;                    /* of the operation in its group, counted as g->seq is */
+    uint64_t place;                     /* in the queue, from 1 on; 0: it never stood there */
     _Atomic uint32_t done;              /* futex */
     _Atomic int references;             /* the worker's and the owner's */
     _Atomic int awaited;                /* threads that wait for it */
@@ -29,8 +30,11 @@ int64_t async_run_queued(struct group *g, const struct plan *p, const struct buf
                          struct origin from);
 /* True when nothing is queued or running, so that a blocking call may run in the caller's thread. */
 bool async_idle(struct group *g);
-/* True when r is done; waits until then or for timeout ns (0: for ever). */
+/* True when r is done; waits until then or for timeout ns (0: for ever). A signal handler that raises ends the wait and
+ * the group, as in a blocking call. */
 bool async_wait(struct request *r, int64_t timeout);
+/* The caller waits no longer: r's deadline, and that of all before it, is now. Returns when r is done. */
+void async_give_up(struct request *r);
 void async_release(struct request *r);
 /* Ends the thread after what is queued; the group must have failed or be idle. Called by that very thread (what it
  * calls back may leave the group) it does not wait. Operations that come later are refused. */

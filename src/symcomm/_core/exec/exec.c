@@ -10,6 +10,7 @@
 #include "memory/life.h"
 #include "memory/nontemporal.h"
 #include "module/module.h"
+#include "p2p/p2p.h"
 #include "reduce/reduce.h"
 #include "reduce/types.h"
 #include "sync/sync.h"
@@ -260,6 +261,7 @@ static int run_whole(struct run *x) {
     struct group *g = x->g;
     const struct plan *p = x->p;
     int status;
+    if (has_given_up(g)) return sync_fail(x->v, STATUS_TIMEOUT, g->rank); /* before its turn came */
     int64_t in_offset = input_offset(g, p, x->b);
     if (x->b->n_out == 1) x->out_offset = symmetric_offset(g, x->b->out[0], p->out_bytes);
     bool attached = attach(x, in_offset);
@@ -352,6 +354,7 @@ int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b,
     atomic_store_explicit(&g->started, now, memory_order_relaxed);
     g->recording = record(g, p, now, from, &number);
     int64_t status = run_locked(&v, p, b, timeout);
+    if (status && sync_aborted(&v)) p2p_let_go(&v);
     flight_end(g->recording, number, (int)status);
     g->recording = NULL;
     visit_unlock(&v);

@@ -102,6 +102,15 @@ static PyObject *request_wait(PyObject *Py_UNUSED(self), PyObject *args) {
     return done ? PyLong_FromLongLong(r->status) : Py_NewRef(Py_None);
 }
 
+/* request_give_up(request) -> status: of one that the caller waits for no longer. It has ended when this returns. */
+static PyObject *request_give_up(PyObject *Py_UNUSED(self), PyObject *capsule) {
+    struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
+    if (r == NULL) return NULL;
+    WITHOUT_GIL(async_give_up(r));
+    if (PyErr_Occurred()) return NULL;
+    return PyLong_FromLongLong(r->status);
+}
+
 static PyObject *request_number(PyObject *Py_UNUSED(self), PyObject *capsule) {
     struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
     return r ? PyLong_FromUnsignedLongLong(r->number) : NULL;
@@ -113,6 +122,7 @@ static PyMethodDef methods[] = {
     METHOD(run, METH_FASTCALL, "(group, plan, inputs, outputs, timeout_ns, site) -> status"),
     METHOD(submit, METH_FASTCALL, "(group, plan, inputs, outputs, timeout_ns, site, callback) -> request"),
     METHOD(request_number, METH_O, "(request) -> which operation of its group it is"),
+    METHOD(request_give_up, METH_O, "(request) -> status, once nobody uses its tensors any more"),
     METHOD(request_wait, METH_VARARGS, "(request, timeout_ns) -> status or None"),
     {NULL, NULL, 0, NULL},
 };

@@ -44,22 +44,28 @@ struct group {
     _Atomic bool oversubscribed; /* there were more ranks than cores then */
     _Atomic bool needs_core;     /* the rank counts as one that may need a core for it */
     struct wait_counts waits;
-    _Atomic int64_t slices;                  /* that waits have slept, for asking about signals now and then */
-    bool own_process;                        /* no other rank of the group is a thread of this process */
-    bool forked;                             /* this is a child's copy: the rank is its parent */
-    void *kept;                              /* what it held on to, once it is dropped */
-    struct flight *flight;                   /* the rank's recorder, see observe/flight.h */
-    uint32_t flight_group;                   /* this group's number there */
-    struct flight_entry *recording;          /* of the operation that runs: only its thread uses this */
-    struct dispatch_cache *dispatch_cache;   /* plans by kind of call, see exec/dispatch_cache.c: interpreter lock */
-    struct p2p *p2p;                         /* point-to-point messages, see p2p/p2p.c */
-    void *capsule;                           /* the Python object that owns this struct */
+    _Atomic int64_t slices;                /* that waits have slept, for asking about signals now and then */
+    bool own_process;                      /* no other rank of the group is a thread of this process */
+    bool forked;                           /* this is a child's copy: the rank is its parent */
+    void *kept;                            /* what it held on to, once it is dropped */
+    struct flight *flight;                 /* the rank's recorder, see observe/flight.h */
+    uint32_t flight_group;                 /* this group's number there */
+    struct flight_entry *recording;        /* of the operation that runs: only its thread uses this */
+    struct dispatch_cache *dispatch_cache; /* plans by kind of call, see exec/dispatch_cache.c: interpreter lock */
+    struct p2p *p2p;                       /* point-to-point messages, see p2p/p2p.c */
+    void *capsule;                         /* the Python object that owns this struct */
+    /* Of asynchronous operations, numbered as they are queued: the last that has ended, and the last that somebody
+     * waits for no longer. */
+    _Atomic uint64_t ended, given_up;
     struct worker *_Atomic worker;           /* runs asynchronous operations, see exec/async.c; NULL until first used */
     struct ways collectives, messages, puts; /* statistics */
 };
 
 /* How often a wait that begins now looks first. Several threads of a rank may wait at once, for messages. */
 static inline int spins_now(const struct group *g) { return atomic_load_explicit(&g->spin_now, memory_order_relaxed); }
+
+/* Whether somebody has given up an operation that has not ended yet: all up to it have no more time. */
+static inline bool has_given_up(const struct group *g) { return atomic_load(&g->given_up) > atomic_load(&g->ended); }
 
 /* No read-modify-write: nobody else counts while the caller has the interpreter lock. */
 static inline void count_call(struct ways *w, bool slow_path, bool is_queued) {

@@ -10,8 +10,9 @@
 #include <unistd.h>
 
 #include "group/group.h"
+#include "memory/isolate.h"
 #include "memory/life.h"
-#include "os/futex.h"
+#include "os/clock.h"
 #include "sync/sync.h"
 
 struct blocks {
@@ -152,6 +153,18 @@ void visit_unlock(struct visit *v) {
     leave_if_late(b);
 }
 
+void visit_await_operation(const struct visit *v) {
+    struct blocks *b = v->group->blocks;
+    if (is_inside(b)) return;
+    bool over = pthread_mutex_trylock(&b->lock) == 0;
+    if (!over && symcomm_before_waiting) symcomm_before_waiting();
+    for (int64_t end = symcomm_now_ns() + LONG_ENOUGH_NS; !over && symcomm_now_ns() < end;) {
+        usleep(100);
+        over = pthread_mutex_trylock(&b->lock) == 0;
+    }
+    if (over) pthread_mutex_unlock(&b->lock);
+}
+
 bool visit_is_locked(const struct group *g) { return atomic_load(&g->blocks->holder) != NULL; }
 
 /* --- leaving ------------------------------------------------------------------------------------------------------ */
@@ -169,17 +182,9 @@ bool leave_begin(struct visit *v, struct group *g) {
     return true;
 }
 
-static void wake_own(struct control *me) {
-    atomic_store(&me->sleeping, AWAKE);
-    atomic_fetch_add(&me->doorbell, 1);
-    futex_wake(&me->doorbell, INT32_MAX);
-    atomic_fetch_add(&me->p2p_doorbell, 1);
-    futex_wake(&me->p2p_doorbell, INT32_MAX);
-}
-
 void leave_end(struct visit *v) {
     struct blocks *b = v->group->blocks;
-    wake_own(block_of(v, b->rank));
+    sync_wake_own(v);
     int own = 0;
     for (struct visit *one = visits; one; one = one->outer) own += one->group == v->group;
     while (atomic_load(&b->visitors) > own) usleep(50); /* they notice that they were aborted */

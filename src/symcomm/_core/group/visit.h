@@ -31,6 +31,9 @@ void visit_end(struct visit *v);
 /* The visit of the one operation that may run at a time. False: this thread is in another one. */
 bool visit_lock(struct visit *v, struct group *g);
 void visit_unlock(struct visit *v);
+/* Returns once the operation that another thread is in has ended, which needs no peer for that since the group has
+ * failed; after LONG_ENOUGH_NS at most. */
+void visit_await_operation(const struct visit *v);
 /* Whether some thread is in an operation. */
 bool visit_is_locked(const struct group *g);
 

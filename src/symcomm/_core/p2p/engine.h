@@ -43,6 +43,7 @@ struct p2p {
     pthread_t thread;       /* drives those */
     pthread_cond_t needed;  /* there is one */
     bool thread_runs;
+    int over;             /* STATUS_OK, or what the group failed with: nothing begins any more */
     _Atomic bool closing; /* no thread begins, and the one that runs is to end */
     bool closed;          /* the channels belong to others: the rank has left, or this is a child's copy */
 };

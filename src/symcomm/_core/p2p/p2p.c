@@ -38,7 +38,7 @@ static bool take_back(struct outgoing *o, uint64_t ticket) {
 
 /* The caller gives up on op, which ends in STATUS_OK if the receiver has it already. False when its bytes are half on
  * the way, so that the channel cannot be used further. */
-static bool withdraw(struct op *op) {
+static bool withdraw(struct op *op, int status) {
     struct p2p *m = op->p2p;
     bool clean = true, received = false;
     if (op->is_send) {
@@ -56,7 +56,7 @@ static bool withdraw(struct op *op) {
         m->in[op->peer].into = NULL; /* the rest of the message is discarded */
         pthread_cond_signal(&m->needed);
     }
-    p2p_finish(op, received ? STATUS_OK : STATUS_TIMEOUT);
+    p2p_finish(op, received ? STATUS_OK : status);
     return clean;
 }
 
@@ -107,7 +107,7 @@ static int give_up(const struct visit *v, struct op *op, int status, bool withdr
     pthread_mutex_lock(&m->lock);
     bool done = op->state == OP_DONE, clean = true, withdrawn = !done && withdraw_it && !m->closed;
     if (withdrawn) {
-        clean = withdraw(op);
+        clean = withdraw(op, status == STATUS_INTERRUPTED ? STATUS_TIMEOUT : status);
         done = op->status == STATUS_OK;
         if (!done) flight_end(op->record, op->record_number, status);
     }
@@ -202,10 +202,38 @@ static int wait_for(const struct visit *v, struct op *op, int64_t timeout, bool 
     return status;
 }
 
+/* Its queue has it no more. */
+static void end_op(struct op *op, int status) {
+    withdraw(op, status);
+    p2p_release(op);
+}
+
+void p2p_let_go(const struct visit *v) {
+    struct p2p *m = v->group->p2p;
+    if (m == NULL) return;
+    symcomm_lock(&m->lock);
+    int status = m->closed || m->over ? STATUS_OK : sync_aborted(v);
+    if (status) m->over = status;
+    while (status && m->receives) end_op(m->receives, status);
+    for (int r = 0; status && r < v->group->world; r++) {
+        while (m->out[r].first) end_op(m->out[r].first, status);
+        while (m->out[r].unacknowledged) end_op(m->out[r].unacknowledged, status);
+        if (m->in[r].reading && m->in[r].into) end_op(m->in[r].into, status);
+    }
+    pthread_mutex_unlock(&m->lock);
+}
+
+void p2p_let_all_go(const struct visit *v) {
+    if (!sync_aborted(v)) return;
+    visit_await_operation(v);
+    p2p_let_go(v);
+}
+
 int p2p_wait(struct op *op, int64_t timeout, bool withdraw_it) {
     struct visit visit;
     if (!visit_begin(&visit, op->p2p->group)) return give_up(&visit, op, STATUS_LEFT, timeout >= 0);
     int status = wait_for(&visit, op, timeout, withdraw_it);
+    if (status != STATUS_OK && (timeout >= 0 || status != STATUS_TIMEOUT)) p2p_let_all_go(&visit);
     visit_end(&visit);
     return status;
 }
@@ -358,9 +386,20 @@ void p2p_forked(struct group *g) {
     g->p2p = NULL;     /* operations that were on their way keep it */
 }
 
+static struct op *refuse(struct op *op, int status) {
+    atomic_store(&op->references, 1);
+    op->state = OP_DONE, op->status = status;
+    return op;
+}
+
 /* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
 static bool queue(const struct visit *v, struct p2p *m, struct op *op, bool *done) {
     symcomm_lock(&m->lock);
+    if (m->over) {
+        refuse(op, m->over);
+        pthread_mutex_unlock(&m->lock);
+        return *done = true;
+    }
     if (op->background && !m->thread_runs && !m->closing && !start_background(m)) {
         pthread_mutex_unlock(&m->lock);
         return false;
@@ -394,12 +433,6 @@ static struct op *make_op(struct group *g, const struct op *wanted) {
     return op;
 }
 
-static struct op *refuse(struct op *op, int status) {
-    atomic_store(&op->references, 1);
-    op->state = OP_DONE, op->status = status;
-    return op;
-}
-
 struct op *p2p_post(struct group *g, const struct op *wanted) {
     struct visit visit;
     struct op *op = make_op(g, wanted);
@@ -420,6 +453,7 @@ struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeou
     bool done = false;
     queue(&visit, g->p2p, op, &done);
     *status = done ? op->status : wait_for(&visit, op, timeout, true);
+    if (*status != STATUS_OK) p2p_let_all_go(&visit);
     visit_end(&visit);
     return op;
 }

@@ -68,6 +68,11 @@ int p2p_open(struct group *g, char *const *channels);
 /* Ends the thread that drives unattended operations, and takes back what nobody has received. */
 void p2p_close(const struct visit *v);
 void p2p_drop(const struct visit *v);
+/* The group has failed, and the caller is about to learn of it: ends all messages of this rank, whoever waits for them,
+ * so that nobody reads or writes their tensors any more. Later ones are refused. Nothing if it has not failed. */
+void p2p_let_go(const struct visit *v);
+/* The same for a caller outside of collectives: one may run in another thread, and is waited for. */
+void p2p_let_all_go(const struct visit *v);
 /* In a forked child: touch the channels no more. */
 void p2p_forked(struct group *g);
 /* NULL with errno set: no memory, or no thread to drive it (EAGAIN). */

@@ -75,6 +75,8 @@ static void wake(struct control *block) {
     futex_wake(&block->p2p_doorbell, INT32_MAX);
 }
 
+void sync_wake_own(const struct visit *v) { wake(block_of(v, v->group->rank)); }
+
 /* Gives every rank a reason to stop, unless it has one, and marks operations from ~mark on as void (0: none). If I have
  * one already, the others get that: whoever gave it to me may not have come to them yet, and it is why I do what I do
  * now. */
@@ -191,7 +193,7 @@ static int sleep_until(const struct visit *v, struct condition *c, const struct 
             break;
         }
         int64_t left = deadline->at ? deadline->at - symcomm_now_ns() : SLICE_NS;
-        if (left <= 0) {
+        if (left <= 0 || has_given_up(g)) {
             status = sync_fail(v, STATUS_TIMEOUT, missing_rank(c));
             break;
         }

@@ -34,6 +34,9 @@ int sync_wait(const struct visit *v, struct condition *c, struct deadline *deadl
 void sync_signal(const struct visit *v, uint64_t progress);
 void sync_wake_peers(const struct visit *v);
 
+/* Have the waits of this rank look again. */
+void sync_wake_own(const struct visit *v);
+
 /* Make every rank's pending and later waits fail with this cause; the first cause wins. Returns the winning status. */
 int sync_fail(const struct visit *v, int status, int culprit);
 /* What another rank could not tell itself. */
