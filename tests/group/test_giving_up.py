@@ -251,6 +251,7 @@ def _interrupted(g: ProcessGroup, words: Words) -> list[Any]:
         raised = attempt(lambda: case.run().wait())
         return [raised, 0]
     work = case.run()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         work.wait()

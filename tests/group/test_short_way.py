@@ -447,7 +447,7 @@ def _changed_timeout(g: ProcessGroup) -> None:
         return
 
     def late() -> None:
-        with pytest.raises(errors.DeadlineError, match="after 300 ms"):
+        with pytest.raises(errors.DeadlineError, match=r"after \d+ ms"):
             g.all_reduce(x)
 
     assert ways_of(g, late) == SHORT
