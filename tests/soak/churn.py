@@ -28,6 +28,7 @@ from tests.support.jobs import is_running
 PHASES = ("start", "meet", "join", "agree", "hand-over", "step")  # of tests/soak/churn_rank.py
 RANKS = 3
 STANDS_STILL = 45.0  # seconds without a step that any rank made, on a busy machine
+LEFT_ALONE = 3.0  # seconds without a step after which nothing more is done to the ranks until there is one
 LONGEST_STOP = 2.0
 PATIENCE = 1.5  # seconds for a rank to come to the phase that an order names
 END = 60.0  # seconds for all to be there again, and for the job to end
@@ -100,7 +101,9 @@ class Churn:
             del self._stopped[pid]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        if now > self._ordered:
+        if now > self._moved + LEFT_ALONE:
+            (self._folder / "order").unlink(missing_ok=True)
+        elif now > self._ordered:
             self._order(now)
 
     def _order(self, now: float) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.group import hooks
-from symcomm.group.factory import make_group
+from symcomm.group.factory import finish_meeting, make_group
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.store.handshake import Exchange, handshake
@@ -97,7 +97,7 @@ def join_ranks(
     def build(exchange: Exchange) -> Any:
         group = make(rank, world_size, exchange)
         if tidy:
-            group.barrier()  # nobody needs the store any more
+            finish_meeting(group, exchange)
         return group
 
     group = handshake(store, "symcomm/init", rank, world_size, seconds, build, tidy=tidy, check=check)

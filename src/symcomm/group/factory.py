@@ -37,3 +37,17 @@ def make_group(
         hosts = found.hosts
     make: Any = importlib.import_module(ACROSS_HOSTS).HierarchicalGroup
     return make(rank, size, exchange, hosts, name, timeout, limits, global_ranks, engine)
+
+
+def finish_meeting(group: Any, exchange: Exchange) -> None:
+    """Return when all ranks have made ``group`` and nobody reads what was exchanged any more.
+
+    A rank that fails between the two tells the others, who would wait for it in the group's first operation."""
+    try:
+        group.meet(exchange)
+        group.barrier()
+    except BaseException as error:
+        if (tell := getattr(exchange, "give_up", None)) is not None:
+            tell(error)
+        group.leave_now()
+        raise

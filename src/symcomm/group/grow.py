@@ -22,6 +22,7 @@ In the store, below ``grow/<name of the group>``::
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -38,6 +39,7 @@ from symcomm.collectives.select import Limits
 from symcomm.errors import format_ranks, format_seconds
 from symcomm.group import hooks
 from symcomm.group.work import to_ns
+from symcomm.memory.share import OthersShortage
 from symcomm.store.prefix import PrefixStore
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 GO = "go"
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 POLL_FIRST, POLL_LAST = 0.001, 0.02  # seconds between two polls of the store
 
 
@@ -88,10 +91,11 @@ class NewcomerProcess:
         if request["names"] != _pid_namespace():
             return  # in another container, or on another host: only the deadline will tell
         try:
+            self.dead = _started(self.pid) != request["started"]
             self._fd = os.pidfd_open(self.pid)
-            self.dead = _started(self.pid) != request["started"] or self._ended()
-        except OSError:
-            self.dead = True
+            self.dead = self.dead or self._ended()
+        except OSError as error:
+            self.dead = error.errno not in NO_DESCRIPTOR  # else it may live, and only the deadline will tell
 
     def _ended(self) -> bool:
         if self._fd is None:
@@ -122,6 +126,7 @@ class Round:
         self._end = time.monotonic() + seconds
         self._find_failure = find_failure
         self._turn = 0
+        self.own_error: BaseException | None = None  # why this participant cannot go on, where that is its own fault
 
     def exchange(self, item: bytes) -> list[bytes]:
         """All-gather bytes; raises RankFailedError as soon as the round cannot succeed any more."""
@@ -177,10 +182,12 @@ class Round:
         try:
             built = make(self)
             self.exchange(b"built")
-        except (errors.SymcommError, OSError) as error:
-            self.why = self.to_verdict(error)
-        except BaseException:
-            self.decide(self.to_verdict(errors.RankFailedError(f"number {self.index} was interrupted", [self.index])))
+        except (errors.SymcommError, OSError, MemoryError) as error:
+            self.why = self.to_verdict(self._blame_self(error))
+        except BaseException as error:
+            why = f"{self.describe(self.index)} was interrupted ({str(error) or type(error).__name__})"
+            self.decide(self.to_verdict(errors.RankFailedError(why, [self.index])))
+            self._drop(built)
             raise
         try:
             self.why = self.settle(self.why)
@@ -192,6 +199,17 @@ class Round:
             return built
         self._drop(built)
         return None
+
+    def describe(self, index: int) -> str:
+        """A participant, in words."""
+        return f"rank {index} of the new group (pid {os.getpid()})"
+
+    def _blame_self(self, error: BaseException) -> BaseException:
+        """What only this participant can know has to name it: the others will read it."""
+        if isinstance(error, (errors.PeerError, errors.DeadlineError, errors.CallerError, OthersShortage)):
+            return error
+        self.own_error = error
+        return errors.ResourceError(f"{self.describe(self.index)} gave up: {str(error) or type(error).__name__}")
 
     def settle(self, verdict: str) -> str:
         """The verdict that holds for everybody. Raises where this rank cannot know it: then it has neither group."""
@@ -305,7 +323,7 @@ def grow(group: ProcessGroup, timeout: float, wait: float, size: int | None) -> 
     processes: list[NewcomerProcess] = []
     try:
         if group.rank == 0:
-            plan, processes = _plan(group, queue, timeout, wait, size)
+            plan, processes = _plan_or_tell(group, queue, timeout, wait, size)
         told = group.all_gather_bytes(json.dumps(plan).encode(), max(group.timeout, wait + timeout))[0]
         plan = json.loads(told)
         if "error" in plan:
@@ -316,6 +334,17 @@ def grow(group: ProcessGroup, timeout: float, wait: float, size: int | None) -> 
     finally:
         for process in processes:
             process.close()
+
+
+def _plan_or_tell(
+    group: ProcessGroup, queue: JoinQueue, timeout: float, wait: float, size: int | None
+) -> tuple[dict[str, Any], list[NewcomerProcess]]:
+    try:
+        return _plan(group, queue, timeout, wait, size)
+    except Exception as error:  # the others wait for the plan
+        told = {"error": f"grow of group {group.name!r}: rank 0 gave up: {str(error) or type(error).__name__}"}
+        group.all_gather_bytes(json.dumps(told).encode(), max(group.timeout, wait + timeout))
+        raise
 
 
 def _plan(
@@ -440,6 +469,8 @@ def join_through(store: Any, name: str, timeout: float | timedelta, rank: int | 
             _with_newcomers(group, plan)
             hooks.joined(group, store)
             return group
+        if round_.own_error is not None:
+            raise round_.own_error  # which another round would not change
         why = f"last time {round_.why}"
     raise errors.deadline(f"join of group {name!r}", seconds, fix=f"Nobody let this process in: {why}.")
 

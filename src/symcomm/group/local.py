@@ -39,6 +39,9 @@ from symcomm.memory.share import Exchange, GroupNotBuilt, SeveralHostsError, con
 SPIN_COUNT = 4000
 SPIN_NS = 5_000_000
 YIELD_NS = 100_000
+MEETING_LOOKS = 1000  # for ranks that are about to have made the group, too; about 10 us
+MEETING_FIRST, MEETING_LAST = 0.00002, 0.005  # seconds between two such looks
+GAVE_UP = b"!"  # before why a rank cannot take part; what others say is JSON
 FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
 
 
@@ -197,6 +200,16 @@ class LocalGroup(ProcessGroup):
         self._retire = weakref.finalize(self, _retire, self.handle, self.arena, self._offset, self.exposed)
         self._retire.atexit = False  # the kernel takes it all
         native.group_keep(self.handle, (self.arena, *self.peers))
+
+    def meet(self, exchange: Exchange) -> None:
+        check, pause = getattr(exchange, "check", None), MEETING_FIRST
+        end = time.monotonic() + self.timeout
+        while check is not None and not native.group_announce(self.handle, MEETING_LOOKS):
+            if time.monotonic() > end or self.gone_ranks():
+                return  # the first operation says so
+            check()
+            time.sleep(pause)
+            pause = min(1.5 * pause, MEETING_LAST)
 
     def change_timeout(self, nanoseconds: int) -> None:
         super().change_timeout(nanoseconds)
@@ -411,15 +424,15 @@ class LocalGroup(ProcessGroup):
     def _subgroup(self, choice: dict[int, tuple[int, int]], name: str, timeout: Timeout) -> ProcessGroup | None:
         ranks, label = self._name_of_subgroup(choice, name)
 
-        # Everybody takes part in the exchange, since it runs on this group; a group keeps what its members said.
-        def exchange(item: bytes) -> list[bytes]:
-            everyone = self.all_gather_bytes(item, timeout)
-            return [everyone[r] for r in ranks]
-
         if not ranks:
             self.all_gather_bytes(b"", timeout)
             return None
-        return self._of(ranks, exchange, label, self.timeout if timeout is None else timeout)
+        exchange = ParentExchange(self, ranks, label, timeout)
+        try:
+            return self._of(ranks, exchange, label, self.timeout if timeout is None else timeout)
+        except Exception as error:
+            exchange.give_up(error)
+            raise
 
     def of_members(self, ranks: Sequence[int], exchange: Exchange) -> LocalGroup:
         """What is left of this group when only ``ranks`` go on."""
@@ -439,6 +452,33 @@ class LocalGroup(ProcessGroup):
     @property
     def has_left(self) -> bool:
         return not self._retire.alive
+
+
+class ParentExchange:
+    """How ``ranks`` of a group make another: one exchange, in which the whole group takes part, since it runs there.
+
+    A rank that cannot make its part says why instead; the group lives on."""
+
+    def __init__(self, group: LocalGroup, ranks: Sequence[int], label: str, timeout: Timeout):
+        self._group, self._ranks, self._label, self._timeout = group, ranks, label, timeout
+        self._is_over = False
+
+    def __call__(self, item: bytes) -> list[bytes]:
+        self._is_over = True
+        everyone = self._group.all_gather_bytes(item, self._timeout)
+        for rank in self._ranks:
+            if everyone[rank].startswith(GAVE_UP):
+                why = everyone[rank].removeprefix(GAVE_UP).decode(errors="replace")
+                raise GroupNotBuilt(
+                    f"group {self._label!r}: rank {rank} of {self._group.name!r} gave up: {why}", [rank]
+                )
+        return [everyone[rank] for rank in self._ranks]
+
+    def give_up(self, error: Exception) -> None:
+        """Called when this rank's part failed, perhaps before the exchange."""
+        if not self._is_over:
+            why = str(error) or type(error).__name__
+            self._group.all_gather_bytes(GAVE_UP + why.encode(errors="replace"), self._timeout)
 
 
 def _barrier(rank: int, world: int, limits: Any) -> Plan:

@@ -301,6 +301,10 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         return self._subgroup({r: (c, k) for r, (c, k) in choice.items() if c is not None}, name, timeout)
 
     @abstractmethod
+    def meet(self, exchange: Callable[[bytes], list[bytes]]) -> None:
+        """Return when all ranks have made this group; raises what one of them says in ``exchange`` that could not."""
+
+    @abstractmethod
     def _subgroup(self, choice: dict[int, tuple[int, int]], name: str, timeout: Timeout) -> ProcessGroup | None:
         """``choice``: color and key of each rank that is to be in a group."""
 

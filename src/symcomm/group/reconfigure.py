@@ -186,6 +186,9 @@ class Reconfiguration(Round):
 
     # --- words ------------------------------------------------------------------------------------------------
 
+    def describe(self, index: int) -> str:
+        return self._who(index)
+
     def _who(self, rank: int, more: str = "") -> str:
         return f"rank {rank} (pid {self._members[rank].pid} on {self._members[rank].address}{more})"
 

@@ -229,6 +229,9 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
                 if rank > self.rank:
                     self.tell(rank, {"kind": "hello"}, timeout=self.timeout)
 
+    def meet(self, exchange: Exchange) -> None:
+        exchange(b"")
+
     def _make_local(self, exchange: Exchange) -> _IntraHostGroup:
         """This host's own group. Hosts may need more or fewer rounds of the exchange, so all do the same number."""
         here = self.layout.here
@@ -517,7 +520,12 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             return None
         key = f"sub/{self._children}/{choice[self.rank][0]}"
         lifetime = self.timeout if timeout is None else to_ns(key, timeout) / 1e9
-        return self._of(ranks, self.rounds.exchange_among(ranks, key, lifetime), label, lifetime)
+        exchange = self.rounds.exchange_among(ranks, key, lifetime)
+        try:
+            return self._of(ranks, exchange, label, lifetime)
+        except Exception as error:
+            exchange.give_up(error)
+            raise
 
     def _of(self, ranks: Sequence[int], exchange: Exchange, name: str, seconds: float) -> Any:
         return make_group(

@@ -80,6 +80,11 @@ class Rounds:
                 self._group.cond.wait(seconds)
             return [r for r in ranks if (key, r) not in self._published]
 
+    def published(self, key: str, rank: int) -> str:
+        """What ``rank`` has published, or "". A rank does not ask for its own."""
+        with self._group.cond:
+            return "" if rank == self.rank else self._published.get((key, rank), "")
+
     def take(self, key: str, ranks: Sequence[int]) -> list[str]:
         with self._group.cond:
             return [self._published.pop((key, r)) for r in ranks]
@@ -113,8 +118,9 @@ class ControlExchange:
         late: Callable[[list[int]], BaseException],
     ):
         self._rounds, self._ranks, self._topic, self._timeout = rounds, ranks, topic, timeout
-        self.check, self._late = check, late
+        self._check, self._late = check, late
         self._turn = 0
+        self._is_over = False
 
     def __call__(self, item: bytes) -> list[bytes]:
         self._turn += 1
@@ -125,3 +131,18 @@ class ControlExchange:
             if time.monotonic() > deadline:
                 raise self._late(missing)
         return [text.encode("latin-1") for text in self._rounds.take(key, self._ranks)]
+
+    def check(self) -> None:
+        """Raise once waiting for the others is useless."""
+        self._check()
+        for rank in self._ranks:
+            if why := self._rounds.published(f"{self._topic}/failed", rank):
+                self._is_over = True
+                raise errors.RankFailedError(
+                    f"new group from group {self._rounds.name!r}: rank {rank} gave up: {why}", [rank]
+                )
+
+    def give_up(self, error: Exception) -> None:
+        """This rank cannot take part: let the others know why, unless one of them told us."""
+        if not self._is_over and not isinstance(error, (errors.PeerError, errors.DeadlineError)):
+            self._rounds.publish(f"{self._topic}/failed", str(error) or type(error).__name__, self._ranks)

@@ -33,7 +33,10 @@ from typing import Any
 from symcomm import __version__, errors
 from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, named_directory, peer_by_nonce, peers_mapped
 
-__all__ = ["Exchange", "GroupNotBuilt", "Deadline", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
+__all__ = [
+    "Deadline", "Exchange", "GroupNotBuilt", "OthersShortage", "SeveralHostsError", "connect", "named_directory",
+    "pretend_host",
+]  # fmt: skip
 
 # An all-gather of bytes, in rank order: how ranks bootstrap a group. It may have a method check(), which raises once
 # some rank cannot arrive any more.
@@ -45,7 +48,7 @@ REASON_LOOKS = 20
 log = logging.getLogger("symcomm.memory")
 
 
-class GroupNotBuilt(errors.PeerError):
+class GroupNotBuilt(errors.RankFailedError):
     """An exchange for a new group ended without one: nobody uses what was exchanged."""
 
 
@@ -58,6 +61,10 @@ class SeveralHostsError(errors.ResourceError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.hosts)
+
+
+class OthersShortage(errors.ResourceError):
+    """Another rank said that it cannot take part."""
 
 
 _thread = threading.local()
@@ -503,7 +510,7 @@ def _await_done(sock: socket.socket, deadline: Deadline) -> None:
 
 def _check_not_sorry(data: bytes) -> None:
     if data.startswith(SORRY):
-        raise errors.ResourceError(data.removeprefix(SORRY).decode(errors="replace"))
+        raise OthersShortage(data.removeprefix(SORRY).decode(errors="replace"))
 
 
 def _apologize(sock: socket.socket, error: BaseException | None) -> None:

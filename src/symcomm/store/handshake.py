@@ -4,19 +4,29 @@ Any store will do, ours or PyTorch's. The same ranks may meet under the same pre
 attempt that failed, and however far apart they come. So nothing is ever read that was not written for this meeting:
 whoever arrives brings a fresh token, and the leader (rank 0) opens a *generation* for the tokens that it found::
 
-    here/R        rank R's token and first item; "!" before the token: R gave up, and why
+    here/R        rank R's token and first item; "!" before the token: R gave up, and why ("?" before that: because of
+                  others, who may say more)
+    failed        the last rank that found that it cannot take part, its token, and when
+    told          how many have been told of the leader
     go/TOKEN      for the rank that brought this token: everybody's tokens and first items; the leader's token is G
     G/T/R         in generation G, turn T: rank R's item
     G/T/all       everybody's items
 
 A rank removes its keys when they are done with. If a rank arrives once more while others are still in a generation
 that it belonged to, that generation is dead, and they start over.
+
+A rank that cannot take part (it has no memory, no descriptors) says why, and the others raise that within a second,
+also those that come later. Each is told once, and processes that were started later are not: so a next attempt is not
+taken for the one that failed. A rank that only did not meet the others in time may well come again, so nobody who waits
+for it to arrive is told.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
 import secrets
 import time
 from collections import deque
@@ -32,12 +42,25 @@ T = TypeVar("T")
 LOOK_FIRST, LOOK_LAST = 0.0001, 0.02  # seconds between two looks
 LOOK_FOR_STALE = 0.25  # seconds between two looks whether another rank has started over
 LOOK_FOR_DEAD = 0.1  # seconds between two looks whether all others live
+HEARSAY = 0.4  # seconds for a rank's own reason to come, where others say that they gave up because of it
+LOOK_FOR_FAILED = 0.25  # seconds between two looks whether one of them cannot take part
+TELLING = 1.0  # seconds that a leader stays for the others to be told, since it may serve the store
 ABSENT = "-"
 TOKEN = 16  # characters
 POLL = 0.005  # seconds between two looks at the arrival of a rank that had given up
 
 
 _answered: deque[str] = deque(maxlen=4096)  # tokens that this process has answered, as a leader: never twice
+_told: deque[tuple[int, str]] = deque(maxlen=4096)  # who in this process was told, and the token of whom: never twice
+_failed: set[str] = set()  # keys "failed" that this process has written
+
+
+@functools.cache
+def _started(pid: int) -> float:
+    """When this process was started, by the wall clock."""
+    with open(f"/proc/{pid}/stat") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def handshake(
@@ -69,8 +92,11 @@ def handshake(
         except BaseException as error:
             if isinstance(error, errors.SymcommError) and attempt.is_stale() and time.monotonic() < deadline:
                 continue  # with what somebody who started over left behind
-            if not isinstance(error, _GaveUp):
-                attempt.withdraw(str(error) or type(error).__name__)
+            has_left = isinstance(error, errors.PeerError) and not isinstance(error, _GaveUp)
+            reason = attempt.find_reason() if has_left else None
+            if reason is not None:
+                raise reason from error  # somebody left because it cannot take part
+            attempt.give_up(error)
             raise
         if tidy:
             attempt.clean_up()
@@ -113,6 +139,8 @@ class _Attempt:
         self._turn = 0
         self._mine = written  # keys that we wrote and nobody removes for us
         self._look_at = 0.0
+        self._has_given_up = False
+        self._heard_at = 0.0  # when another rank was first found to have given up because of others
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
@@ -131,6 +159,7 @@ class _Attempt:
     def _exchange(self, item: bytes) -> list[bytes]:
         self._turn += 1
         if self._turn == 1:
+            self._take_back()
             return self._lead(item) if self._rank == 0 else self._arrive(item)
         whole = self._key(f"{self._generation}/{self._turn}/all")
         if self._rank:
@@ -188,6 +217,7 @@ class _Attempt:
                 raise errors.deadline(self._call, self._timeout, missing=[rank])
             time.sleep(POLL)
             self._await([self._here(rank)])
+            self._check_failed()
             found = bytes(self._store.compare_set(self._here(rank), ABSENT, ABSENT))
             value = value if found == ABSENT.encode() else found
         return value
@@ -196,10 +226,11 @@ class _Attempt:
 
     def _await(self, keys: list[str]) -> None:
         """Wait for the others to arrive, which may take them long."""
+        look = LOOK_FOR_DEAD if self._can_check else LOOK_FOR_FAILED
         while True:
             left = max(0.001, self._deadline - time.monotonic())
             try:
-                self._store.wait(keys, timedelta(seconds=min(left, LOOK_FOR_DEAD) if self._can_check else left))
+                self._store.wait(keys, timedelta(seconds=min(left, look)))
                 return
             except errors.PeerError:
                 raise
@@ -209,6 +240,7 @@ class _Attempt:
             if time.monotonic() >= self._deadline:
                 raise errors.deadline(self._call, self._timeout, missing=self._missing())
             self._check_ranks()
+            self._check_failed()
 
     def _watch(self, keys: list[str]) -> None:
         """Wait for ranks that are in the generation, and look whether they still are."""
@@ -247,11 +279,49 @@ class _Attempt:
     def _check_others(self) -> None:
         if self.is_stale():
             raise _StartOver(f"{self._call}: another rank started over.")
-        for rank, value in self._left_here().items():
-            mark = f"!{self._tokens[rank]}".encode()
-            if value.startswith(mark):
-                why = value.removeprefix(mark).decode(errors="replace")
-                raise _GaveUp(f"{self._call}: rank {rank} gave up: {why}", [rank])
+        gave_up = {rank: value for rank, value in self._left_here().items() if value.startswith(b"!")}
+        for rank, value in gave_up.items():
+            if not self._is_hearsay(value):
+                raise self._hear(rank, value)
+        if gave_up:
+            self._heard_at = self._heard_at or time.monotonic()
+            if time.monotonic() > self._heard_at + HEARSAY:
+                raise self._hear(*next(iter(gave_up.items())))
+
+    @staticmethod
+    def _is_hearsay(value: bytes) -> bool:
+        return value[TOKEN + 1 : TOKEN + 2] == b"?"
+
+    def _check_failed(self) -> None:
+        """Before there is a generation: raises if a rank has found that it cannot take part."""
+        key = self._key("failed")
+        if not self._store.check([key]):
+            return
+        rank, token, when = bytes(self._store.get(key)).decode().split()
+        if int(rank) == self._rank or (self._rank, token) in _told or float(when) < _started(os.getpid()):
+            return
+        value = bytes(self._store.compare_set(self._here(int(rank)), ABSENT, ABSENT))
+        if value.startswith(f"!{token}".encode()):  # else it has come again
+            raise self._hear(int(rank), value)
+
+    def find_reason(self) -> errors.SymcommError | None:
+        """Why another rank of the generation gave up, if one did for a reason of its own."""
+        end = time.monotonic() + HEARSAY
+        while self._tokens and time.monotonic() < end:
+            for rank, value in self._left_here().items():
+                if value.startswith(b"!") and not self._is_hearsay(value):
+                    return self._hear(rank, value)
+            time.sleep(LOOK_LAST)
+        return None
+
+    def _hear(self, rank: int, value: bytes) -> _GaveUp:
+        """What rank ``rank`` has left when it gave up, as an error of this rank."""
+        _told.append((self._rank, value[1 : TOKEN + 1].decode()))
+        if rank == 0:
+            with contextlib.suppress(RuntimeError, errors.SymcommError):
+                self._store.add(self._key("told"), 1)
+        why = value[TOKEN + 1 :].decode(errors="replace").removeprefix("?")
+        return _GaveUp(f"{self._call}: rank {rank} gave up: {why}", [rank])
 
     def _missing(self) -> list[int]:
         """Who has not come to this turn, as far as this rank can tell."""
@@ -274,10 +344,37 @@ class _Attempt:
             with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
                 self._store.delete_key(key)
 
-    def withdraw(self, why: str) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Let the others know that this rank does not go on. What it wrote stays: they may be reading it."""
+        if self._has_given_up or isinstance(error, (_GaveUp, _StartOver)):
+            return  # everybody has been told that, or will be
+        self._has_given_up = True
         with contextlib.suppress(RuntimeError, errors.SymcommError):  # the store may be what failed
+            # who is late or dead the others find out for themselves; and who is late may come again
+            hearsay = isinstance(error, (errors.DeadlineError, errors.PeerError))
+            why = f"{'?' * hearsay}{str(error) or type(error).__name__}"
             self._store.set(self._here(self._rank), f"!{self._token}{why}")
+            if not hearsay:
+                self._tell_failed()
+
+    def _tell_failed(self) -> None:
+        key = self._key("failed")
+        _failed.add(key)
+        self._store.set(key, f"{self._rank} {self._token} {time.time()}")
+        if self._rank == 0:  # the store may end with this rank
+            here = [self._here(r) for r in range(1, self._size)]
+            waiting = sum(self._store.check([rank]) for rank in here)
+            end = time.monotonic() + TELLING
+            while self._store.add(self._key("told"), 0) < waiting and time.monotonic() < end:
+                time.sleep(LOOK_LAST)
+
+    def _take_back(self) -> None:
+        """This process has come again since it said that it cannot take part."""
+        if (key := self._key("failed")) in _failed:
+            _failed.discard(key)
+            for old in (key, self._key("told")):
+                with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
+                    self._store.delete_key(old)
 
 
 def _pack(tokens: list[str], items: list[bytes]) -> bytes:

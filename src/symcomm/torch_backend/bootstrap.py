@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symcomm.group.factory import make_group
+from symcomm.group.factory import finish_meeting, make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.handshake import Exchange, handshake
 
@@ -47,7 +47,7 @@ def join_group(
 
     def build(exchange: Exchange) -> Any:
         core = make_group(rank, size, exchange, name, timeout, None, members)
-        core.barrier()  # nobody reads the store any more, so the rank that serves it may exit
+        finish_meeting(core, exchange)  # the rank that serves the store may exit
         return core
 
     call = "merge_remote_group" if check is not None else "init_process_group" if members is None else "new_group"

@@ -16,6 +16,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,7 @@ from symcomm.store import TCPStore
 NEVER = timedelta(days=365)
 LARGEST_TAG = 1 << 30
 ABORT_TAG = (1 << 31) - 2
+LOOK = timedelta(milliseconds=200)  # between two looks whether a group that connects was given up
 
 
 def _bytes_at(address: int, nbytes: int) -> Any:
@@ -39,14 +41,34 @@ def _bytes_at(address: int, nbytes: int) -> Any:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def _as_torch_store(store: TCPStore) -> Any:
-    """Our store as one of torch's. C++ keeps only its half alive: the caller must keep this one."""
+def _as_torch_store(store: TCPStore, given_up: threading.Event) -> Any:
+    """Our store as one of torch's. C++ keeps only its half alive: the caller must keep this one. Waits in it end soon
+    after ``given_up`` is set."""
     import torch.distributed as dist
+
+    def wait(keys: list[str], timeout: timedelta | None = None) -> None:
+        limit = store.timeout if timeout is None else timeout
+        end = time.monotonic() + limit.total_seconds()
+        while True:
+            try:
+                return store.wait(keys, min(LOOK, timedelta(seconds=max(0.001, end - time.monotonic()))))
+            except errors.DeadlineError:
+                if given_up.is_set() or time.monotonic() >= end:
+                    raise
+
+    def get(key: str) -> bytes:
+        wait([key])
+        return store.get(key)
+
+    def multi_get(keys: list[str]) -> list[bytes]:
+        wait(keys)
+        return store.multi_get(keys)
 
     class TorchStore(dist.Store):
         def __init__(self) -> None:
             super().__init__()
-            for name in ("set", "get", "add", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set"):
+            self.wait, self.get, self.multi_get = wait, get, multi_get
+            for name in ("set", "add", "check", "compare_set", "delete_key", "multi_set"):
                 setattr(self, name, getattr(store, name))
             self.deleteKey, self.getNumKeys = store.delete_key, store.num_keys  # the names that C++ calls
             self.set_timeout = store.set_timeout
@@ -88,8 +110,13 @@ class _TorchEngine(Engine):
         self._first = endpoints[0]
         store = self._served or self._open_store(limit)
         store.set_timeout(limit)
-        self._store = _as_torch_store(store)
-        self._group = self._make_group(timeout)
+        given_up = threading.Event()
+        self._store = _as_torch_store(store, given_up)
+        try:
+            self._group = self._make_group(timeout)
+        except BaseException:
+            given_up.set()  # what waits in the store for the others ends, with its connections
+            raise
         _connected.add(self)
 
     def _open_store(self, timeout: timedelta) -> TCPStore:

@@ -1,0 +1,169 @@
+"""One rank cannot take part in making a group, at each point of the meeting: the others are told its words at once, the
+same ranks meet under the same name afterwards, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.group import hooks, local
+from symcomm.group.default import join_ranks
+from symcomm.group.factory import make_group
+from symcomm.group.local import LocalGroup
+from symcomm.hierarchical import control_channel
+from symcomm.hierarchical.engines import torch_engine
+from symcomm.hierarchical.group import HierarchicalGroup
+from symcomm.memory import arena, share
+from symcomm.store import FileStore, PrefixStore
+from symcomm.store.handshake import _Attempt
+from tests.support.faults import leftovers
+from tests.support.ranks import run_ranks, until
+
+WORDS = "there is no room here"
+SOON = 10.0  # seconds: a wide bound of "at once"
+LONG = 100.0  # what a rank would wait for another that does not come
+
+
+def failing(*_: Any, **__: Any) -> None:
+    raise errors.ResourceError(WORDS)
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt(WORDS)
+
+
+def out_of_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError(WORDS)
+
+
+@contextlib.contextmanager
+def at_exchange(turn: int, after: bool) -> Iterator[None]:
+    """Fail before or after the exchange of that number."""
+    exchange, count = _Attempt._exchange, 0
+
+    def counting(self: Any, item: bytes) -> list[bytes]:
+        nonlocal count
+        count += 1
+        if count == turn and not after:
+            failing()
+        items = exchange(self, item)
+        if count == turn and after:
+            failing()
+        return items
+
+    with mock.patch.object(_Attempt, "_exchange", counting):
+        yield
+
+
+@contextlib.contextmanager
+def without_descriptors(spare: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    fillers = [os.open(os.devnull, os.O_RDONLY) for _ in range(used - len(os.listdir("/proc/self/fd")) + 2)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(used, *fillers) + 1 + spare, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in fillers:
+            os.close(fd)
+
+
+Fault = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def patch(owner: Any, name: str, instead: Callable = failing) -> Fault:
+    return lambda: mock.patch.object(owner, name, instead)
+
+
+ON_ONE_HOST: dict[str, Fault] = {
+    "its part of the arena": patch(arena.Arena, "allocate_sparse"),
+    "before the exchange": partial(at_exchange, 1, False),
+    "after the exchange": partial(at_exchange, 1, True),
+    "what the others said": patch(share, "_check_versions"),
+    "passing descriptors": patch(share, "_pass_descriptors"),
+    "interrupted while passing descriptors": patch(share, "_pass_descriptors", interrupted),
+    "mapping arenas": patch(share, "_prove"),
+    "no memory for the core": patch(native, "make_group", out_of_memory),
+    "what is made": patch(hooks, "made"),
+    "interrupted before the first operation": patch(LocalGroup, "meet", interrupted),
+    "interrupted in the first operation": patch(LocalGroup, "barrier", interrupted),
+}
+ACROSS_HOSTS: dict[str, Fault] = {
+    **{f"before exchange {turn}": partial(at_exchange, turn, False) for turn in range(1, 8)},
+    **{f"after exchange {turn}": partial(at_exchange, turn, True) for turn in range(1, 7)},
+    "a port": patch(control_channel.ControlChannel, "open_endpoint"),
+    "its host's group": patch(local, "connect"),
+    "an engine": patch(torch_engine.GlooEngine, "__init__"),
+    "connecting the engine": patch(torch_engine.GlooEngine, "connect"),
+    "interrupted in the first operation": patch(HierarchicalGroup, "barrier", interrupted),
+}
+
+
+def meet(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """What the call raised, and after how many seconds."""
+    begun = time.monotonic()
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    return "", "", time.monotonic() - begun
+
+
+def attempts(rank: int, world: int, path: str, hosts: list[str], victims: list[int]) -> Any:
+    """For each fault and each victim: what the first attempt raised. The second must work."""
+    faults = ACROSS_HOSTS if hosts else ON_ONE_HOST
+    if hosts:
+        os.environ.update(SYMCOMM_HOST_ID=hosts[rank], SYMCOMM_ENGINE="gloo")
+    store, found, descriptors = FileStore(path), {}, []
+    for number, (name, fault) in enumerate(faults.items()):
+        for victim in victims:
+            part = PrefixStore(f"{number}/{victim}", store)
+            make = partial(make_group, timeout=LONG)
+            join = partial(join_ranks, part, rank, world, LONG, make)
+            with fault() if rank == victim else contextlib.nullcontext():
+                found[name, victim] = meet(join)
+            part.add("told", 1)
+            assert until(lambda: part.add("told", 0) == world, LONG)  # noqa: B023
+            group = join()
+            assert b"".join(group.all_gather_bytes(bytes([rank]))) == bytes(range(world))
+            group.destroy()
+            del group
+            gc.collect()
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+    return found, descriptors
+
+
+def judge(told: list[Any]) -> None:
+    wrong = []
+    for rank, (found, descriptors) in enumerate(told):
+        for (name, victim), (kind, words, seconds) in found.items():
+            where = f"{name}, victim {victim}, rank {rank}: {kind} {words!r} after {seconds:.1f} s"
+            own = rank == victim
+            if WORDS not in words or seconds > SOON or (not own and f"rank {victim}" not in words):
+                wrong.append(where)
+        if descriptors[-1] > descriptors[0] + 2:
+            wrong.append(f"rank {rank} has more and more descriptors: {descriptors}")
+    assert not wrong, "\n".join(wrong)
+    assert leftovers() == []
+
+
+@pytest.mark.timeout(300)
+def test_on_one_host(tmp_path):
+    judge(run_ranks(attempts, 3, str(tmp_path / "store"), [], [0, 1], deadline=200.0))
+
+
+@pytest.mark.timeout(300)
+def test_across_hosts(tmp_path):
+    judge(run_ranks(attempts, 3, str(tmp_path / "store"), ["a", "a", "b"], [0, 2], deadline=250.0))
