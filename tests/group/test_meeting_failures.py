@@ -17,13 +17,15 @@ import pytest
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.group import hooks, local
+from symcomm.group import grow, hooks, local
 from symcomm.group.default import join_ranks
 from symcomm.group.factory import make_group
+from symcomm.group.grow import join_through
 from symcomm.group.local import LocalGroup
 from symcomm.hierarchical import control_channel
 from symcomm.hierarchical.engines import torch_engine
 from symcomm.hierarchical.group import HierarchicalGroup
+from symcomm.launcher.job import reserve_port
 from symcomm.memory import arena, share
 from symcomm.store import FileStore, PrefixStore
 from symcomm.store.handshake import _Attempt
@@ -37,6 +39,12 @@ LONG = 100.0  # what a rank would wait for another that does not come
 
 def failing(*_: Any, **__: Any) -> None:
     raise errors.ResourceError(WORDS)
+
+
+def failing_late(*_: Any, **__: Any) -> None:
+    """When the others have come: a store that this rank serves ends soon after it failed."""
+    time.sleep(1.5)
+    failing()
 
 
 def interrupted(*_: Any, **__: Any) -> None:
@@ -167,3 +175,126 @@ def test_on_one_host(tmp_path):
 @pytest.mark.timeout(300)
 def test_across_hosts(tmp_path):
     judge(run_ranks(attempts, 3, str(tmp_path / "store"), ["a", "a", "b"], [0, 2], deadline=250.0))
+
+
+# --- other ways to meet ----------------------------------------------------------------------------
+
+
+def init_where_rank_0_serves(rank: int, world: int, port: int, victim: int) -> Any:
+    """The store ends with rank 0, and yet the others hear why it failed."""
+    import symcomm
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with patch(arena.Arena, "allocate_sparse", failing_late)() if rank == victim else contextlib.nullcontext():
+        told = meet(symcomm.init)
+    time.sleep(1.5)  # all have been told
+    group = symcomm.init()
+    group.barrier()
+    group.destroy()
+    return {("init", victim): told}, [0]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_in_init(victim):
+    with reserve_port() as holder:
+        judge(run_ranks(init_where_rank_0_serves, 3, holder.getsockname()[1], victim))
+
+
+def torch_groups(rank: int, world: int, port: int, victim: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    import symcomm.torch_backend  # noqa: F401
+
+    where = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": world}
+    found = {}
+    fault = patch(arena.Arena, "allocate_sparse", failing_late)
+    with fault() if rank == victim else contextlib.nullcontext():
+        found["init_process_group", victim] = meet(partial(dist.init_process_group, "symcomm", **where))
+    time.sleep(1.5)
+    dist.init_process_group("symcomm", **where)
+    with fault() if rank == victim else contextlib.nullcontext():
+        found["new_group", victim] = meet(partial(dist.new_group, range(world)))
+    again = dist.new_group(range(world))
+    dist.all_reduce(ones := torch.ones(3), group=again)
+    dist.all_reduce(ones)
+    assert ones.tolist() == [world**2] * 3
+    dist.destroy_process_group()
+    return found, [0]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_torch_groups(victim):
+    with reserve_port() as holder:
+        judge(run_ranks(torch_groups, 2, holder.getsockname()[1], victim))
+
+
+def groups_of_groups(rank: int, world: int, path: str, hosts: list[str]) -> Any:
+    """The group that they come from lives on."""
+    if hosts:
+        os.environ.update(SYMCOMM_HOST_ID=hosts[rank], SYMCOMM_ENGINE="gloo")
+    found = {}
+    group = join_ranks(FileStore(path), rank, world, LONG, partial(make_group, timeout=LONG))
+    for victim in range(world):
+        for name, call in (("new_group", lambda: group.new_group([0, 1, 2])), ("split", lambda: group.split(0))):
+            with ON_ONE_HOST["its part of the arena"]() if rank == victim else contextlib.nullcontext():
+                found[name, victim] = meet(call)
+            group.barrier()
+            part = call()
+            part.barrier()
+            part.destroy()
+    return found, [0]
+
+
+@pytest.mark.parametrize("hosts", [[], ["a", "a", "b"]], ids=["one host", "two hosts"])
+def test_groups_of_groups(tmp_path, hosts):
+    judge(run_ranks(groups_of_groups, 3, str(tmp_path / "store"), hosts))
+
+
+def without_any_descriptors(rank: int, world: int, path: str, spare: int) -> Any:
+    store = FileStore(path)
+    join = partial(join_ranks, store, rank, world, LONG, partial(make_group, timeout=LONG))
+    with without_descriptors(spare) if rank == 1 else contextlib.nullcontext():
+        told = meet(join)
+    store.add("told", 1)
+    assert until(lambda: store.add("told", 0) == world, LONG)
+    join().barrier()
+    return told
+
+
+@pytest.mark.parametrize("spare", range(1, 6))
+def test_without_descriptors(tmp_path, spare):
+    """Wherever they run out: in the arena, in the socket, in what is received."""
+    told = run_ranks(without_any_descriptors, 3, str(tmp_path / "store"), spare)
+    if not told[1][0]:
+        assert [kind for kind, _, _ in told] == ["", "", ""]  # there were enough
+        return
+    for rank, (kind, words, seconds) in enumerate(told):
+        assert kind and seconds < SOON and "open files" in words, told
+        assert rank == 1 or "rank 1" in words, told
+
+
+# --- ranks that come later -------------------------------------------------------------------------
+
+
+def growing(rank: int, world: int, path: str) -> Any:
+    """Two members and a newcomer, which fails at first: what each raised or logged."""
+    store, logged = FileStore(path), []
+    call: Callable[[], Any] = partial(join_through, store, "world", LONG)
+    if rank < 2:
+        group = join_ranks(store, rank, 2, LONG, partial(make_group, timeout=LONG))
+        call = partial(group.grow, wait=30.0, size=3)
+    fault = patch(LocalGroup, "_build")() if rank == 2 else contextlib.nullcontext()
+    with mock.patch.object(grow.log, "warning", lambda text, *words: logged.append(text % words)), fault:
+        kind, words, seconds = meet(call)
+    bigger = call()
+    bigger.barrier()
+    return bigger.size, kind, " ".join([words, *logged]), seconds
+
+
+def test_a_newcomer_that_cannot_join(tmp_path):
+    """It raises its own words at once; the members stay as they are, and log them."""
+    told = run_ranks(growing, 3, str(tmp_path / "store"))
+    assert [(size, kind) for size, kind, *_ in told] == [(3, ""), (3, ""), (3, "ResourceError")]
+    assert all(WORDS in words and seconds < SOON for _, _, words, seconds in told), told
+    assert all("rank 2 of the new group" in words for _, _, words, _ in told[:2]), told

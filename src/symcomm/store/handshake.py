@@ -7,7 +7,7 @@ whoever arrives brings a fresh token, and the leader (rank 0) opens a *generatio
     here/R        rank R's token and first item; "!" before the token: R gave up, and why ("?" before that: because of
                   others, who may say more)
     failed        the last rank that found that it cannot take part, its token, and when
-    told          how many have been told of the leader
+    told          how many have been told that a rank gave up; the leader, who may serve the store, waits for them
     go/TOKEN      for the rank that brought this token: everybody's tokens and first items; the leader's token is G
     G/T/R         in generation G, turn T: rank R's item
     G/T/all       everybody's items
@@ -35,6 +35,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from symcomm import errors
+from symcomm.store.lease import root_of
 
 Exchange = Callable[[bytes], list[bytes]]  # everybody's bytes, in rank order
 T = TypeVar("T")
@@ -53,6 +54,7 @@ POLL = 0.005  # seconds between two looks at the arrival of a rank that had give
 _answered: deque[str] = deque(maxlen=4096)  # tokens that this process has answered, as a leader: never twice
 _told: deque[tuple[int, str]] = deque(maxlen=4096)  # who in this process was told, and the token of whom: never twice
 _failed: set[str] = set()  # keys "failed" that this process has written
+_counted: set[str] = set()  # keys "told" that this process has waited at
 
 
 @functools.cache
@@ -101,6 +103,12 @@ def handshake(
         if tidy:
             attempt.clean_up()
         return built
+
+
+def _ends_with_leader(store: Any) -> bool:
+    """Whether this process may serve the store; torch's does not say."""
+    root = root_of(store)
+    return bool(getattr(root, "is_serving", type(root).__name__ == "TCPStore"))
 
 
 def _nothing_to_check() -> None:
@@ -317,7 +325,7 @@ class _Attempt:
     def _hear(self, rank: int, value: bytes) -> _GaveUp:
         """What rank ``rank`` has left when it gave up, as an error of this rank."""
         _told.append((self._rank, value[1 : TOKEN + 1].decode()))
-        if rank == 0:
+        if self._rank:
             with contextlib.suppress(RuntimeError, errors.SymcommError):
                 self._store.add(self._key("told"), 1)
         why = value[TOKEN + 1 :].decode(errors="replace").removeprefix("?")
@@ -346,35 +354,44 @@ class _Attempt:
 
     def give_up(self, error: BaseException) -> None:
         """Let the others know that this rank does not go on. What it wrote stays: they may be reading it."""
-        if self._has_given_up or isinstance(error, (_GaveUp, _StartOver)):
-            return  # everybody has been told that, or will be
+        if self._has_given_up or isinstance(error, _StartOver):
+            return
         self._has_given_up = True
         with contextlib.suppress(RuntimeError, errors.SymcommError):  # the store may be what failed
-            # who is late or dead the others find out for themselves; and who is late may come again
-            hearsay = isinstance(error, (errors.DeadlineError, errors.PeerError))
-            why = f"{'?' * hearsay}{str(error) or type(error).__name__}"
-            self._store.set(self._here(self._rank), f"!{self._token}{why}")
-            if not hearsay:
-                self._tell_failed()
+            if isinstance(error, _GaveUp):  # everybody has been told that, or will be
+                self._await_told(error.ranks)
+            else:
+                self._tell(error)
 
-    def _tell_failed(self) -> None:
+    def _tell(self, error: BaseException) -> None:
+        # who is late or dead the others find out for themselves; and who is late may come again
+        hearsay = isinstance(error, (errors.DeadlineError, errors.PeerError))
+        why = f"{'?' * hearsay}{str(error) or type(error).__name__}"
+        self._store.set(self._here(self._rank), f"!{self._token}{why}")
+        if hearsay:
+            return
         key = self._key("failed")
         _failed.add(key)
         self._store.set(key, f"{self._rank} {self._token} {time.time()}")
-        if self._rank == 0:  # the store may end with this rank
-            here = [self._here(r) for r in range(1, self._size)]
-            waiting = sum(self._store.check([rank]) for rank in here)
-            end = time.monotonic() + TELLING
-            while self._store.add(self._key("told"), 0) < waiting and time.monotonic() < end:
-                time.sleep(LOOK_LAST)
+        self._await_told([])
+
+    def _await_told(self, others: list[int]) -> None:
+        """Where the store ends with the leader, that stays for a moment: until the ranks that are not in ``others``
+        know who gave up."""
+        if self._rank or not _ends_with_leader(self._store):
+            return
+        key, end = self._key("told"), time.monotonic() + TELLING
+        _counted.add(key)
+        while self._store.add(key, 0) < self._size - 1 - len(others) and time.monotonic() < end:
+            time.sleep(LOOK_LAST)
 
     def _take_back(self) -> None:
         """This process has come again since it said that it cannot take part."""
-        if (key := self._key("failed")) in _failed:
-            _failed.discard(key)
-            for old in (key, self._key("told")):
+        for name, written in (("failed", _failed), ("told", _counted)):
+            if (key := self._key(name)) in written:
+                written.discard(key)
                 with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
-                    self._store.delete_key(old)
+                    self._store.delete_key(key)
 
 
 def _pack(tokens: list[str], items: list[bytes]) -> bytes:
