@@ -168,7 +168,9 @@ class _Attempt:
         self._turn += 1
         if self._turn == 1:
             self._take_back()
-            return self._lead(item) if self._rank == 0 else self._arrive(item)
+            items = self._lead(item) if self._rank == 0 else self._arrive(item)
+            self._look_at = time.monotonic() + LOOK_FOR_STALE
+            return items
         whole = self._key(f"{self._generation}/{self._turn}/all")
         if self._rank:
             self._set(self._key(f"{self._generation}/{self._turn}/{self._rank}"), b"." + item)  # never an empty value
