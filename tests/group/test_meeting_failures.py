@@ -22,6 +22,7 @@ from symcomm.group.default import join_ranks
 from symcomm.group.factory import make_group
 from symcomm.group.grow import join_through
 from symcomm.group.local import LocalGroup
+from symcomm.group.reconfigure import ReconfigurableGroup
 from symcomm.hierarchical import control_channel
 from symcomm.hierarchical.engines import torch_engine
 from symcomm.hierarchical.group import HierarchicalGroup
@@ -274,6 +275,30 @@ def test_without_descriptors(tmp_path, spare):
         assert rank == 1 or "rank 1" in words, told
 
 
+def without_memory(rank: int, world: int, path: str) -> Any:
+    store = FileStore(path)
+    join = partial(join_ranks, store, rank, world, LONG, partial(make_group, timeout=LONG))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if rank == 1:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), before[1]))
+    told = meet(join)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    store.add("told", 1)
+    assert until(lambda: store.add("told", 0) == world, LONG)
+    join().barrier()
+    return told
+
+
+def test_without_address_space(tmp_path):
+    told = run_ranks(without_memory, 3, str(tmp_path / "store"))
+    own = told[1][1]
+    assert told[1][0] == "ResourceError" and "memory" in own.lower(), told
+    for kind, words, seconds in (told[0], told[2]):
+        assert kind and seconds < SOON and f"rank 1 gave up: {own}" in words, told
+
+
 # --- ranks that come later -------------------------------------------------------------------------
 
 
@@ -298,3 +323,21 @@ def test_a_newcomer_that_cannot_join(tmp_path):
     assert [(size, kind) for size, kind, *_ in told] == [(3, ""), (3, ""), (3, "ResourceError")]
     assert all(WORDS in words and seconds < SOON for _, _, words, seconds in told), told
     assert all("rank 2 of the new group" in words for _, _, words, _ in told[:2]), told
+
+
+def reconfigured(rank: int, world: int, path: str) -> Any:
+    store = FileStore(path)
+    group = ReconfigurableGroup(timeout=LONG)
+    store.set(f"handle/{rank}", group.get_reconfigure_handle())
+    handles = [store.get(f"handle/{r}").decode() for r in range(world)]
+    found = {}
+    for victim in range(world):
+        with patch(LocalGroup, "_build")() if rank == victim else contextlib.nullcontext():
+            found["reconfigure", victim] = meet(partial(group.reconfigure, 2 * victim, handles))
+        group.reconfigure(2 * victim + 1, handles).barrier()
+    group.destroy()
+    return found, [0]
+
+
+def test_reconfigure(tmp_path):
+    judge(run_ranks(reconfigured, 3, str(tmp_path / "store")))
