@@ -41,7 +41,7 @@ WITHOUT_TORCH = (
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
 MAIN_ONLY = (
     "agreement", "agreement_hosts", "async", "attached", "attached_messages", "attack", "bench", "bench_attach",
-    "bench_gpu", "bench_kernels", "bench_noise", "bench_progress", "calibration",
+    "bench_gpu", "bench_kernels", "bench_noise", "bench_progress", "bench_still", "calibration",
     "collectives", "control_plane", "custom_plans", "death", "demo", "docs", "elastic", "failures", "flight", "fuzz",
     "giving_up",
     "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_graphs", "gpu_torch", "gpu_windows", "groups", "grow",

@@ -160,7 +160,7 @@ def _stuck(doing: dict[str, Any], ranks: Sequence[subprocess.Popen[Any]], folder
     time.sleep(1.0)
     size = f" with {bench_table.short_size(doing['nbytes'])}" if "nbytes" in doing else ""
     seconds = STEP_S if size else START_S
-    return errors.SymcommError(
+    return errors.DeadlineError(
         f"symcomm bench gpu: {SIDES.get(doing['doing'], doing['doing'])}{size} stood still for {seconds:.0f} s. "
         f"Where the ranks are: {_logs(folder)}"
     )

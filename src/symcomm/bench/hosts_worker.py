@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -80,6 +82,7 @@ def _check_barrier(name: str, barrier: Callable[[], Any], ranks: Ranks) -> None:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1, 2, all_threads=False)  # asks where this rank is
     workload = json.loads(sys.argv[1])
     import torch.distributed as dist
 

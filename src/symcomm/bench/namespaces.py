@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -31,7 +30,8 @@ from typing import Any, TypeVar
 
 from symcomm import errors
 from symcomm.bench.relay import TUN
-from symcomm.bench.run import Tick
+from symcomm.bench.run import KILL_DEADLINE, Tick
+from symcomm.bench.whereabouts import lines_of
 
 NAME = "symcomm-net"
 NETWORK = "10.213.7"  # seen only inside the namespaces
@@ -150,7 +150,8 @@ class _Hosts(abc.ABC):
     ) -> list[Figures]:  # fmt: skip
         """Run ``module`` as ``ranks`` ranks on each host, told the plan as JSON; returns what they found. Of the lines
         that the first one writes, lists of rows become figures of that ``kind``, and ``seen`` is told what is known so
-        far; ``tick`` gets all others. Whoever still runs after ``seconds`` is killed."""
+        far; ``tick`` gets all others. Ranks that say nothing for ``seconds`` are ended, and the error says where they
+        are."""
         found: list[Figures] = []
         world = ranks * len(self._names)
         common = {
@@ -167,22 +168,13 @@ class _Hosts(abc.ABC):
                 env = {**os.environ, **common, "RANK": str(rank)}
                 with log.open("a") as said:
                     processes.append(self.start(rank // ranks, words, env, stdout=out, stderr=said, text=True))
-            late = threading.Timer(seconds, self._kill)
-            begun = time.monotonic()
-            late.start()
-            try:
-                for line in processes[0].stdout:
-                    if line.startswith("["):
-                        found += [kind(**row) for row in json.loads(line)]
-                        seen(found)
-                    else:
-                        tick(line.strip())
-                code = processes[0].wait()
-            finally:
-                late.cancel()
-            if code == -signal.SIGKILL and time.monotonic() - begun >= seconds:
-                raise errors.deadline("symcomm bench: the ranks", seconds)
-            if code:
+            for line in lines_of("symcomm bench: the ranks", processes, log, seconds):
+                if line.startswith("["):
+                    found += [kind(**row) for row in json.loads(line)]
+                    seen(found)
+                else:
+                    tick(line.strip())
+            if processes[0].wait(KILL_DEADLINE):
                 raise errors.SymcommError(f"symcomm bench: the ranks failed: {log.read_text()[-2000:]}")
         return found
 

@@ -27,7 +27,8 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench.peers import MPIS, start_of
-from symcomm.errors import format_exit
+from symcomm.bench.whereabouts import SLOW, family_of, where_are
+from symcomm.errors import format_exit, format_ranks
 from symcomm.types import DType
 
 Tick = Callable[[str], None]  # told of every turn: what it was
@@ -45,7 +46,7 @@ ONE_PIECE = ("all_reduce", "reduce", "broadcast", "p2p", "put", "put_signal")
 WORKER = "symcomm.bench.worker"
 START_DEADLINE = 60.0
 ORDER_DEADLINE = 120.0  # for one order, on top of what the work itself is expected to take
-FINISH_DEADLINE = 3.0
+FINISH_DEADLINE, KILL_DEADLINE = 3.0, 10.0
 
 
 def quiet(_: Any) -> None:
@@ -103,6 +104,7 @@ class Result:
     reason: str = ""
     calls: int = 0  # timed calls of ours, of all ranks
     long: int = 0  # those that took the long way, through Python
+    stood_still: bool = False  # its side, in this case or in one before
 
 
 # --- sides -------------------------------------------------------------------------------------------------------
@@ -121,6 +123,8 @@ class Side:
 
     def __init__(self, name: str, world: int, folder: Path, pinned: bool, worker: str, call: str, python: str):
         self.name, self.world, self.call = name, world, call
+        self._closed = False
+        self.stood_still = ""  # in what, once it has; its ranks have been ended then
         self.ranks: list[Rank] = []
         self.log = folder / f"{name}.log"
         address = str(folder / f"{name}.socket")
@@ -138,13 +142,17 @@ class Side:
 
     def connect(self) -> None:
         """Wait until every rank has said who it is."""
-        end = time.monotonic() + START_DEADLINE
+        begun = time.monotonic()
+        end, slow = begun + START_DEADLINE, begun + SLOW
         self.listener.settimeout(0.1)
         newcomers: list[socket.socket] = []
         while len(newcomers) < self.world:
             with contextlib.suppress(TimeoutError):
                 newcomers.append(self.listener.accept()[0])
             self._check_started(end)
+            if time.monotonic() > slow:
+                slow = end
+                self._say_slow("starting", START_DEADLINE, [])
         for connection in newcomers:
             self.ranks.append(Rank(-1, 0, connection))
         hellos = self._answers("starting", max(1.0, end - time.monotonic()))
@@ -157,7 +165,7 @@ class Side:
         if gone:
             raise self._lost(f"a process {format_exit(gone[0])} while starting")
         if time.monotonic() > end:
-            raise errors.deadline(f"{self.call}: starting {self.world} ranks of {self.name}", START_DEADLINE)
+            raise self._late("starting", START_DEADLINE, [])
 
     def ask(self, what: str, order: dict[str, Any], seconds: float = 0.0) -> list[dict[str, Any]]:
         """Give every rank the order; their answers, in rank order. ``what`` is for errors."""
@@ -179,22 +187,45 @@ class Side:
                 rank.connection.sendall(line)
 
     def _answers(self, what: str, seconds: float) -> list[dict[str, Any]]:
-        end = time.monotonic() + seconds
+        begun = time.monotonic()
+        end, slow = begun + seconds, begun + SLOW
         got: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for index, rank in enumerate(self.ranks):
                 selector.register(rank.connection, selectors.EVENT_READ, index)
             while len(got) < len(self.ranks):
-                ready = selector.select(max(0.0, end - time.monotonic()))
+                ready = selector.select(max(0.0, min(slow, end) - time.monotonic()))
+                missing = [rank for i, rank in enumerate(self.ranks) if i not in got]
+                if not ready and time.monotonic() >= end:
+                    raise self._late(what, seconds, missing)
                 if not ready:
-                    missing = [rank.number for i, rank in enumerate(self.ranks) if i not in got]
-                    raise errors.deadline(f"{self.call}: {self.name}, {what}", seconds, missing=missing)
+                    slow = end
+                    self._say_slow(what, seconds, missing)
                 for key, _ in ready:
                     answer = self._read_line(self.ranks[key.data], what)
                     if answer is not None:
                         got[key.data] = answer
                         selector.unregister(key.fileobj)
         return [got[index] for index in range(len(self.ranks))]
+
+    def _say_slow(self, what: str, seconds: float, missing: Sequence[Rank]) -> None:
+        numbers = [rank.number for rank in missing if rank.pid]
+        who = f", rank {format_ranks(numbers)}" if numbers else ""
+        words = f"{self.name} has not answered for {SLOW:g} s: {what}{who}; it has {seconds:g} s"
+        print(f"# {self.call}: {words}", file=sys.stderr, flush=True)
+
+    def _late(self, what: str, seconds: float, missing: Sequence[Rank]) -> errors.DeadlineError:
+        """Ranks that stand still: where they are. Until they have said who they are, all processes of the side."""
+        known = {f"rank {rank.number}": rank.pid for rank in missing if rank.pid}
+        pids = known or {f"process {i}": pid for i, pid in enumerate(family_of([p.pid for p in self.processes]))}
+        numbers = [rank.number for rank in missing if rank.pid]
+        fix = f"Where {'it is' if len(pids) == 1 else 'they are'}:\n{where_are(pids, self.log)}"
+        return errors.deadline(f"{self.call}: {self.name}, {what}", seconds, missing=numbers, fix=fix)
+
+    def give_up(self, what: str) -> None:
+        """It stood still: end its ranks, so that the other sides can be measured."""
+        self.stood_still = what
+        self.close()
 
     def _read_line(self, rank: Rank, what: str) -> dict[str, Any] | None:
         try:
@@ -226,7 +257,10 @@ class Side:
 
     def close(self) -> None:
         """End every process of the side. Ranks end when their connection does; what is left after that is killed."""
-        if self.name in MPIS:  # MPICH leaves files in /dev/shm otherwise
+        if self._closed:
+            return
+        self._closed = True
+        if self.name in MPIS and not self.stood_still:  # MPICH leaves files in /dev/shm otherwise
             self.tell({"do": "finish"})
             with contextlib.suppress(errors.SymcommError):  # a rank is dead or stuck
                 self._answers("it ends", FINISH_DEADLINE)
@@ -239,7 +273,8 @@ class Side:
                 process.wait(max(0.0, end - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in a call of the kernel's that does not end
+                process.wait(KILL_DEADLINE)
 
 
 @contextlib.contextmanager
@@ -280,6 +315,18 @@ class _Series:
     def ask(self, do: str, seconds: float = 0.0, **more: Any) -> list[dict[str, Any]]:
         return self.side.ask(self.what, {"do": do, "case": self.number, **more}, seconds)
 
+    def attempt(self, act: Callable[..., Any], *args: Any) -> None:
+        """``act(*args)``, unless its side stands still, now or before: it is named, ended and left out from then on."""
+        side, result = self.side, self.result
+        try:
+            if not side.stood_still:
+                act(*args)
+        except errors.DeadlineError as error:
+            print(f"# {error}", file=sys.stderr, flush=True)
+            side.give_up(self.what)
+        if side.stood_still:
+            result.stood_still, result.reason = True, f"stood still in {side.stood_still}"
+
     def time(self, iterations: int, repetitions: int, warmup: int, expect: float = 0.0) -> list[float]:
         answers = self.ask("time", expect, iterations=iterations, repetitions=repetitions, warmup=warmup)
         self.result.calls += sum(answer.get("calls", 0) for answer in answers)
@@ -291,32 +338,45 @@ def measure(
     sides: dict[str, Side], case: Case, series: Sequence[str], effort: Effort, tick: Callable[[], None] = lambda: None
 ) -> list[Result]:
     """Every series of one case: values first, then time, in turns. ``tick`` is called after every turn."""
-    columns = [_prepare(sides, case, name, number) for number, name in enumerate(series)]
-    able = [column for column in columns if not column.result.reason]
-    for column in able:
-        if effort.check:
-            column.result.wrong = sum(answer["wrong"] for answer in column.ask("check"))
-        column.result.iterations = effort.iterations or _calibrate(column, effort)
+    columns = [_column(sides, case, name, number) for number, name in enumerate(series)]
+    for step in (_prepare, _calibrate_checked):
+        for column in columns:
+            column.attempt(step, column, effort)
     for _ in range(effort.rounds):
-        for column in able:
-            count = column.result.iterations
-            expected = effort.seconds * effort.repetitions
-            column.means += column.time(count, effort.repetitions, effort.warmup if count > 10 else 1, expected)
+        for column in [column for column in columns if not column.result.reason]:
+            column.attempt(_take_turn, column, effort)
             tick()
     for column in columns:
-        column.ask("drop")
-        if column.means:
+        column.attempt(column.ask, "drop")
+        if column.means and not column.result.stood_still:
             column.result.seconds = statistics.median(column.means)
             column.result.fastest = min(column.means)
     return [column.result for column in columns]
 
 
-def _prepare(sides: dict[str, Side], case: Case, series: str, number: int) -> _Series:
+def _column(sides: dict[str, Side], case: Case, series: str, number: int) -> _Series:
     side = sides["symcomm" if series in OURS else series]
-    column = _Series(side, number, Result(case, series), f"{case.collective} of {case.nbytes} bytes")
-    answers = column.ask("prepare", spec=asdict(case) | {"kind": series if series in OURS else "ordinary"})
+    return _Series(side, number, Result(case, series), f"{case.collective} of {case.nbytes} bytes")
+
+
+def _prepare(column: _Series, _: Effort) -> None:
+    kind = column.result.series if column.result.series in OURS else "ordinary"
+    answers = column.ask("prepare", spec=asdict(column.result.case) | {"kind": kind})
     column.result.reason = next((a["unsupported"] for a in answers if "unsupported" in a), "")
-    return column
+
+
+def _calibrate_checked(column: _Series, effort: Effort) -> None:
+    """Values first; then, how many calls make a repetition."""
+    if column.result.reason:
+        return
+    if effort.check:
+        column.result.wrong = sum(answer["wrong"] for answer in column.ask("check"))
+    column.result.iterations = effort.iterations or _calibrate(column, effort)
+
+
+def _take_turn(column: _Series, effort: Effort) -> None:
+    count, expected = column.result.iterations, effort.seconds * effort.repetitions
+    column.means += column.time(count, effort.repetitions, effort.warmup if count > 10 else 1, expected)
 
 
 def _calibrate(column: _Series, effort: Effort) -> int:

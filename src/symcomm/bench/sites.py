@@ -19,7 +19,7 @@ from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.bench.sites_worker import METHODS
 
 WORKER = "symcomm.bench.sites_worker"
-DEADLINE = 300.0  # for each method
+DEADLINE = 300.0  # seconds of silence, in which one method is trained
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,7 @@ def run_sites_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) 
     if reason := why_no_slow_network():
         raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
     with SlowNetwork(workload.sites, workload.mbits, workload.round_trip_ms) as network:
-        return network.run_ranks(
-            workload.ranks, WORKER, workload, DEADLINE * len(workload.methods), tick, Measurement, seen
-        )
+        return network.run_ranks(workload.ranks, WORKER, workload, DEADLINE, tick, Measurement, seen)
 
 
 def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:

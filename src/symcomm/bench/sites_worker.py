@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -128,6 +130,7 @@ def say(rank: int, line: str) -> None:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1, 2, all_threads=False)  # asks where this rank is
     workload = json.loads(sys.argv[1])
     import torch
     import torch.distributed as dist

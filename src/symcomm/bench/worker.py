@@ -15,12 +15,14 @@ finish      {} once an MPI has taken its files away; no order of the above may f
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import itertools
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -573,6 +575,7 @@ def pin(rank: int, world: int) -> None:
 def serve(make: Callable[[SimpleNamespace], Any]) -> None:
     """Be a rank: ``make`` what has a method for each order, say who we are, then do as told until the controller hangs
     up. What is made is told the side's name, its rank, the world, a file to meet in, and whether to be pinned."""
+    faulthandler.register(signal.SIGUSR1, 2, all_threads=False)  # asks where this rank is; see whereabouts.py
     address, name, rank, world, store, pinned = sys.argv[1:7]
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)

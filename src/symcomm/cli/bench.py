@@ -23,7 +23,7 @@ from symcomm.bench.peers import parse_peers, setup_peers
 from symcomm.bench.run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
 from symcomm.cli import bench_options as options
 from symcomm.cli.bench_options import COLLECTIVES, DTYPES, ONE_SIDED, OPS, OTHERS
-from symcomm.cli.command import Command
+from symcomm.cli.command import LATE, Command
 from symcomm.cli.progress import progress
 from symcomm.collectives.limits import Limits
 from symcomm.preflight import check_cache_directory, check_output_file, has_torch, need_torch
@@ -242,6 +242,8 @@ def answer(question: Question, wanted: Wanted, *, summary: bool) -> None:
     if wanted.plot_file and (panels := bench_table.picture(results, question.series, wanted.best)):
         heading = f"{question.world} ranks on {os.uname().nodename}: time of one call, lower is better"
         pictures.draw(wanted.plot_file, heading, panels)
+    if any(result.stood_still for result in results):
+        raise typer.Exit(LATE)
 
 
 def bench_program(name: str, workload: Any, wanted: Wanted, how: str = "") -> None:

@@ -14,7 +14,8 @@ from typer.core import TyperCommand
 
 from symcomm import errors
 
-REFUSED, INTERRUPTED = 2, 130  # 1 is a finding: `trace` saw something wrong, `doctor` a machine that is not fit
+# 1 is a finding: `trace` saw something wrong, `doctor` a machine that is not fit, `bench` a side that stood still
+LATE, REFUSED, INTERRUPTED = 1, 2, 130
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
@@ -54,7 +55,7 @@ def one_sentence(call: str) -> Iterator[None]:
     except errors.SymcommError as error:
         words = str(error)
         typer.echo(words if words.startswith(call) else f"{call}: {words}", err=True)
-        raise typer.Exit(REFUSED) from None
+        raise typer.Exit(LATE if isinstance(error, errors.DeadlineError) else REFUSED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
 

@@ -1,0 +1,118 @@
+"""Where the ranks of a benchmark are that do not answer: their Python stacks, or what the kernel says of them.
+
+Ranks register ASK with faulthandler, which writes to the rank's log whatever the rank is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from symcomm import errors
+
+ASK = signal.SIGUSR1
+SLOW = 15.0  # seconds of silence until that is worth a word
+ANSWER_S = 2.0  # for one rank to write its stack
+MOST_LINES = 12  # of a stack, the innermost
+
+
+def where_are(pids: Mapping[str, int], log: Path) -> str:
+    """One paragraph for each rank of ``pids`` (by its name), whose logs are all in ``log``."""
+    return "\n".join(f"{name} (pid {pid}) {_where_is(pid, log)}" for name, pid in pids.items())
+
+
+def lines_of(what: str, ranks: Sequence[subprocess.Popen[str]], log: Path, seconds: float) -> Iterator[str]:
+    """What the first of ``ranks`` writes, line by line, until it ends. DeadlineError when it has said nothing for
+    ``seconds``, after a word sooner: ``what`` stands still, after which line, and where all of them are."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in ranks[0].stdout or ():
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, name="symcomm-bench-reader", daemon=True).start()
+    last, silent = "starting", 0.0
+    while True:
+        pause = min(SLOW, seconds) if silent == 0.0 else seconds - silent
+        try:
+            found = lines.get(timeout=max(0.0, pause))
+        except queue.Empty:
+            silent += pause
+            if silent >= seconds:
+                where = where_are({f"rank {i}": process.pid for i, process in enumerate(ranks)}, log)
+                raise errors.deadline(f"{what}, {last}", seconds, fix=f"Where they are:\n{where}") from None
+            print(f"# {what}, {last}: nothing came for {silent:g} s; it has {seconds:g} s", file=sys.stderr, flush=True)
+            continue
+        if found is None:
+            return
+        last, silent = f"after {found.strip()[:100]}", 0.0
+        yield found
+
+
+def family_of(pids: Iterable[int]) -> list[int]:
+    """These processes and their children: ranks of an MPI are those of its launcher."""
+    found: list[int] = []
+    for pid in pids:
+        children: list[int] = []
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
+            children = [int(word) for word in file.read().split()]
+        found += [pid, *family_of(children)]
+    return found
+
+
+def _where_is(pid: int, log: Path) -> str:
+    facts = _facts(pid)
+    state = facts.get("State", "").split()
+    if not state or state[0] in "ZX":
+        return "is gone"
+    if state[0] in "Tt":
+        return "is stopped (SIGSTOP, or a debugger)"
+    if not int(facts.get("SigCgt", "0"), 16) >> (ASK - 1) & 1:
+        return f"has not begun: {_command(pid)}"
+    before = _size(log)
+    with contextlib.suppress(OSError):
+        os.kill(pid, ASK)
+    stack = _await_stack(log, before)
+    return f"is in\n{stack}" if stack else "does not say where it is"
+
+
+def _await_stack(log: Path, start: int) -> str:
+    """What has been written since, once no more comes."""
+    end, size = time.monotonic() + ANSWER_S, start
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        if size == _size(log) > start:
+            break
+        size = _size(log)
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join([line for line in lines if line.lstrip().startswith("File ")][:MOST_LINES])
+    return ""
+
+
+def _facts(pid: int) -> dict[str, str]:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+    return {}
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+    return "a process that ended"
+
+
+def _size(log: Path) -> int:
+    with contextlib.suppress(OSError):
+        return log.stat().st_size
+    return 0
