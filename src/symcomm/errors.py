@@ -7,6 +7,7 @@ The tree says whose fault it is::
         BadArgumentError            an argument is wrong (also a ValueError)
           WrongTypeError              it is of a type that the call does not take (also a TypeError)
         CollectiveMismatchError     ranks made different calls
+        CallRefusedError            another rank refused its part of a call
         GroupUnusableError          the group was destroyed, aborted, or failed before
         RendezvousError             the environment does not say who we are
         QueueEmptyError             a queue of a store had nothing to take
@@ -35,10 +36,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
-    "BadArgumentError", "CallerError", "CollectiveMismatchError", "DeadlineError", "GroupUnusableError",
-    "InternalError", "NoQuorumError", "PeerError", "QueueEmptyError", "RankFailedError", "RendezvousError",
-    "ResourceError", "StoreAuthError", "StoreConnectionError", "StoreDeadlineError", "StoreUnreachableError",
-    "SymcommError", "WrongTypeError",
+    "BadArgumentError", "CallRefusedError", "CallerError", "CollectiveMismatchError", "DeadlineError",
+    "GroupUnusableError", "InternalError", "NoQuorumError", "PeerError", "QueueEmptyError", "RankFailedError",
+    "RendezvousError", "ResourceError", "StoreAuthError", "StoreConnectionError", "StoreDeadlineError",
+    "StoreUnreachableError", "SymcommError", "WrongTypeError",
 ]  # fmt: skip
 
 
@@ -60,6 +61,19 @@ class WrongTypeError(BadArgumentError, TypeError):
 
 class CollectiveMismatchError(CallerError):
     """The ranks of a group did not make the same call."""
+
+
+class CallRefusedError(CallerError):
+    """Another rank refused its part of a call, which did not take place. ``ranks`` lists it (ranks of the group).
+
+    The group can still be used."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()):
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.ranks)
 
 
 class GroupUnusableError(CallerError):

@@ -49,7 +49,7 @@ MAIN_ONLY = (
     "hosts_attack", "hosts_failures", "hosts_lines", "hosts_messages", "hosts_network", "hosts_programs",
     "hosts_strangers", "hosts_values",
     "integrations", "joint_copies", "layers", "leaving", "litmus", "model", "p2p", "ray", "reconfigure",
-    "reconfigure_deaths", "reduce_kernels", "reentrant", "site", "sites", "soak_short", "spawn", "standoff",
+    "reconfigure_deaths", "reduce_kernels", "reentrant", "refusals", "site", "sites", "soak_short", "spawn", "standoff",
     "stops", "store_kept_socket", "stream", "top_browser", "top_feed", "trace_failures", "trace_live",
     "trace_timing", "trust", "visits", "waiting", "waking", "workflow",
 )  # fmt: skip

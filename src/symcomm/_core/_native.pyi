@@ -17,6 +17,9 @@ class Plan: ...
 class Request: ...
 
 @final
+class Batch: ...
+
+@final
 class Message: ...
 
 @final
@@ -28,6 +31,8 @@ class Window: ...
 # --- groups: group/, observe/report.c ---------------------------------------------------------------------------------
 
 CALL_BYTES: int
+REFUSAL_BYTES: int
+REFUSED_CALL: int
 CHANNEL_BYTES: int
 CHANNEL_HEAD_BYTES: int
 CONTROL_BYTES: int
@@ -42,6 +47,7 @@ STATUS_MISMATCH: int
 STATUS_NESTED: int
 STATUS_OK: int
 STATUS_PLAN: int
+STATUS_REFUSED: int
 STATUS_SIZE: int
 STATUS_TIMEOUT: int
 STATUS_UNREADABLE: int
@@ -111,8 +117,12 @@ def submit(
     timeout_ns: int,
     site: int,
     callback: Callable[[int], object] | None,
+    batch: Batch | None,
     /,
 ) -> Request: ...
+def make_batch() -> Batch: ...
+def refuse(group: Group, words: bytes, timeout_ns: int, site: int, /) -> int: ...
+def group_refusal(group: Group, number: int, /) -> tuple[int, bytes] | None: ...
 def request_number(request: Request, /) -> int: ...
 def request_give_up(request: Request, /) -> int: ...
 def request_wait(request: Request, timeout_ns: int, /) -> int | None: ...

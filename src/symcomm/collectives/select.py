@@ -79,6 +79,7 @@ _hashed: dict[int, Sequence[int] | str] = {}  # what hashes of this process stan
 MOST_HASHED = 1024
 MOST_WORDS = 160  # characters of a list of sizes in an error
 ON_DEVICE = 1 << 61  # marks a count of elements in a GPU's memory: such a call must not meet one of host memory
+WITH_INFOS = 1 << 60  # flipped in a count where ranks also show each other GPU memory: nor must these meet others
 
 
 def signature_count(counts: Sequence[int], listed: bool = False) -> int:
@@ -111,7 +112,7 @@ def _hash(what: bytes, told: Sequence[int] | str) -> int:
 
 def elements_of(count: int) -> int:
     """The total in a plan's ``count``, for people (modulo 2**32 where it carries a hash)."""
-    return count & 0xFFFFFFFF if count & _HASHED else count & ~ON_DEVICE
+    return count & 0xFFFFFFFF if count & _HASHED else count & ~(ON_DEVICE | WITH_INFOS)
 
 
 def sizes_in(count: int) -> str:

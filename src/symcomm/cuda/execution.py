@@ -11,6 +11,7 @@ from symcomm.cuda.failure import CudaFailures, explain_cuda_errors
 from symcomm.cuda.tensor_views import tensor_view, tensor_view_list
 from symcomm.group.facade import SUM, Collectives
 from symcomm.group.p2p import ANY_SOURCE
+from symcomm.group.refusal import Settled
 from symcomm.group.request import Request, Views, addresses_of, plain_op
 from symcomm.group.work import Timeout
 from symcomm.ops import numbers_of
@@ -27,6 +28,16 @@ class CudaSignature(NamedTuple):
     dtype: int = 0
     redop: int = 0
     root: int = 0
+
+
+class HostsStep(NamedTuple):
+    """What the core runs before anything goes into a stream."""
+
+    plan: Any
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    timeout_ns: int
+    batch: Any
 
 
 class Move(NamedTuple):
@@ -96,8 +107,13 @@ class CudaExecution(Collectives):
         if op.number == _ALL_REDUCE and move.cached and move.symmetric is not None:
             [tensor], collectives = request.result, self._collectives_for(move.need)
             assert request.key is not None
-            self._add_fast_path(tensor, request.key[0], signature, request.dtype, collectives, move.may_be_direct)
+            with Settled():
+                self._add_fast_path(tensor, request.key[0], signature, request.dtype, collectives, move.may_be_direct)
         return work
+
+    def refuse(self, error: Exception) -> None:
+        """Ranks meet in the core for operations on the GPU, too."""
+        self.core.refuse(error)
 
     def _signature(self, request: Request) -> CudaSignature:
         op, elements = request.op, signature_count(request.counts(self.size)) if request.op.plan != "barrier" else 0

@@ -29,11 +29,11 @@ from symcomm._core import native
 from symcomm.collectives.all_gather import streamed_all_gather
 from symcomm.collectives.chunks import Pieces
 from symcomm.collectives.plan import Plan
-from symcomm.collectives.select import ON_DEVICE
+from symcomm.collectives.select import ON_DEVICE, WITH_INFOS
 from symcomm.cuda import devices, kernels
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.driver import HANDLE_BYTES, driver
-from symcomm.cuda.execution import CudaExecution, CudaSignature, Move, device_views
+from symcomm.cuda.execution import CudaExecution, CudaSignature, HostsStep, Move, device_views
 from symcomm.cuda.failure import failures_of
 from symcomm.cuda.flag_words import FlagWords, flag_words_bytes, register_with_gpu
 from symcomm.cuda.kernels import PACK
@@ -48,9 +48,10 @@ from symcomm.cuda.work import CudaWork
 from symcomm.group.call_hooks import GROUP_CALLS
 from symcomm.group.failure import call_site, explain
 from symcomm.group.process_group import ProcessGroup
+from symcomm.group.refusal import Settled
 from symcomm.group.request import Request
 from symcomm.group.torch_layout import gpu_keys
-from symcomm.group.work import Timeout, to_ns
+from symcomm.group.work import Timeout, batch_of, to_ns
 from symcomm.types import DType, RedOpType
 
 
@@ -224,8 +225,9 @@ class CudaGroup(CudaExecution):
         """The hosts' part: arrive with the signature; with memory infos, gather them."""
 
         def make() -> Any:
-            s = signature
-            plan = Plan(s.collective, self.rank, self.size, s.elements | ON_DEVICE, s.dtype, s.redop, s.root, "arrival")
+            s, count = signature, signature.elements | ON_DEVICE
+            count = count ^ WITH_INFOS if with_infos else count
+            plan = Plan(s.collective, self.rank, self.size, count, s.dtype, s.redop, s.root, "arrival")
             if with_infos and self.size > 1:
                 streamed_all_gather(plan, Pieces((INFO_BYTES,) * self.size, False), self.core.plan_limits)
             return self.core.load_plan(plan)
@@ -247,6 +249,7 @@ class CudaGroup(CudaExecution):
         call, need, may_be_direct = request.call, move.need, move.may_be_direct
         timeout_ns = self.core.timeout_ns if timeout is None else to_ns(call, timeout)
         self.failures.check_usable(call)
+        before = self._promised
         half = self._promised if self._collectives_for(need) is self.collectives else self._small_half
         grow = need > half and half < self.limits.most_half and self.size > 1
         if grow:
@@ -279,10 +282,19 @@ class CudaGroup(CudaExecution):
                     started = time.monotonic()
                     status = native.run(self.core.handle, plan, ins, outs, timeout_ns, self.core.site_number(1))
                     if status:
+                        self._promised = before
                         raise self.fail_with_status(status, call, call_site(1), time.monotonic() - started)
-                    put(torch._C._cuda_getCurrentRawStream(self.device))
+                    with Settled():
+                        put(torch._C._cuda_getCurrentRawStream(self.device))
                     return None
-        work = self._submit(call, plan, ins, outs, put, request.result, (request, infos, plan), timeout_ns)
+
+        def not_put() -> None:
+            """Runs when they have not. Calls behind this one that count on it are seen to differ by WITH_INFOS."""
+            if self._queued == 1:
+                self._promised = before
+
+        step = HostsStep(plan, ins, outs, timeout_ns, batch_of(async_op))
+        work = self._submit(call, step, put, not_put, request.result, (request, infos, plan))
         if async_op:
             return work
         work.wait()
@@ -304,9 +316,10 @@ class CudaGroup(CudaExecution):
         if status:
             raise self.fail_with_status(status, request.call, call_site(1), None)
         stream = self._stream_of(self.device)
-        self.collectives.reduce_captured(request.dtype, redop, source.address, out.address, request.sizes, stream)
-        out.finish()
-        self.failures.watch_captured()
+        with Settled():
+            self.collectives.reduce_captured(request.dtype, redop, source.address, out.address, request.sizes, stream)
+            out.finish()
+            self.failures.watch_captured()
 
     def _add_fast_path(
         self,
@@ -380,10 +393,11 @@ class CudaGroup(CudaExecution):
         return True
 
     def _submit(
-        self, call: str, plan: Any, ins: Any, outs: Any, put: Callable[[int], None], result: Sequence[Any], keep: Any,
-        timeout_ns: int,
+        self, call: str, step: HostsStep, put: Callable[[int], None], fail: Callable[[], None], result: Sequence[Any],
+        keep: Any,
     ) -> CudaWork:  # fmt: skip
-        """The hosts synchronize in the core's thread, which then puts the operation into our own stream."""
+        """The hosts synchronize in the core's thread; then it puts the operation into our own stream, or calls
+        ``fail``."""
         import torch
 
         site, begun = call_site(1), time.monotonic()
@@ -398,6 +412,7 @@ class CudaGroup(CudaExecution):
             def on_arrival(status: int) -> None:
                 try:
                     if status:
+                        fail()
                         work.settle(self.fail_with_status(status, call, site, time.monotonic() - begun))
                         return
                     driver().enter(self.device)
@@ -416,7 +431,9 @@ class CudaGroup(CudaExecution):
             self._queued += 1
             number = self.core.arena.flight.site(site)
             try:
-                work.request = native.submit(self.core.handle, plan, ins, outs, timeout_ns, number, on_arrival)
+                work.request = native.submit(
+                    self.core.handle, step.plan, step.ins, step.outs, step.timeout_ns, number, on_arrival, step.batch
+                )
             except BaseException:
                 self._queued -= 1
                 raise
@@ -501,7 +518,8 @@ class CudaGroup(CudaExecution):
     def fail_with_status(self, status: int, call: str, site: Any, seconds: float | None) -> errors.SymcommError:
         """The hosts could not synchronize. Wait first until no stream uses peers' tensors, nor peers this rank's."""
         error = self.core.fail_with_status(status, call, site, seconds, explain)
-        self.failures.found()
+        if not isinstance(error, errors.CallRefusedError):  # nobody has put anything into a stream for that
+            self.failures.found()
         return error
 
     def _note_in_place_use(self, stream: int) -> None:

@@ -1,13 +1,14 @@
 """Hooks around the calls of a group, with the meaning that PyTorch 2.15 gives them.
 
-A pre-hook runs before a call has any effect: what it raises is raised by the call, and nothing is sent. A post-hook
-runs once the call is issued: an asynchronous operation may still be under way. Hooks run in the caller's thread, in the
-order of their ids; registering an id again replaces its hook, and unregistering an unknown one does nothing. Abort
-hooks run once on each rank that aborts the group or learns that it has failed.
+A pre-hook runs before a call has any effect: what it raises is raised by the call, and told to the other ranks. A
+post-hook runs once the call is issued: an asynchronous operation may still be under way. Hooks run in the caller's
+thread, in the order of their ids; registering an id again replaces its hook, and unregistering an unknown one does
+nothing. Abort hooks run once on each rank that aborts the group or learns that it has failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import warnings
@@ -20,6 +21,7 @@ from symcomm import errors
 from symcomm.group.call_names import HookOpName
 from symcomm.group.interception import Call, CallSpec, Interception
 from symcomm.group.p2p import Message
+from symcomm.group.refusal import Refusals
 from symcomm.ops import OPS
 
 __all__ = ["GROUP_CALLS", "CallHooks", "HookCalls", "HookMethods", "HookOpName", "PostHookArgs", "PreHookArgs"]
@@ -106,9 +108,10 @@ class CallHooks:
         each = _messages(call) if call.method == "batch" else [(call.name, call.root, call.inputs, call.outputs)]
         is_async = call.is_async
         ids = [(next(self._ids), *one) for one in each]
-        for op_id, name, root, inputs, outputs in ids:
-            for hook in self._hooks["pre"].values():
-                hook(PreHookArgs(name, op_id, is_async, root, inputs, outputs))
+        with contextlib.nullcontext() if _concerns_one_rank(call) else Refusals(call.owner):
+            for op_id, name, root, inputs, outputs in ids:
+                for hook in self._hooks["pre"].values():
+                    hook(PreHookArgs(name, op_id, is_async, root, inputs, outputs))
         result = make()
         works = result if call.method == "batch" else [result]
         for (op_id, name, *_), work in zip(ids, works, strict=True):
@@ -129,6 +132,11 @@ class CallHooks:
             except Exception as error:
                 said = f"an abort hook raised {type(error).__name__}: {error}"
                 warnings.warn(said, RuntimeWarning, stacklevel=2)
+
+
+def _concerns_one_rank(call: Call) -> bool:
+    """Whether it is no operation that all ranks count: a message."""
+    return call.name in (HookOpName.SEND, HookOpName.RECV) or call.method in ("batch", "monitored_barrier")
 
 
 def _check_id(call: str, hook_id: Any) -> None:

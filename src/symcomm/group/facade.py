@@ -16,8 +16,9 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.group import request
 from symcomm.group.buffers import Buffer, read_buffer, read_list, write_buffer, write_list
+from symcomm.group.refusal import Refusals
 from symcomm.group.request import Request, Views
-from symcomm.group.work import Timeout
+from symcomm.group.work import Batch, Timeout
 from symcomm.ops import numbers_of
 from symcomm.types import DType, RedOpType
 
@@ -42,6 +43,7 @@ class Collectives:
     _cache: native.Group | None = None  # whose dispatch cache knows this group's calls; None: nobody's does
     execute: Callable[[Request, bool, Timeout], Any]
     raise_failure: Callable[[int, str], None]
+    refuse: Callable[[Exception], None]  # tells the others that this rank makes no call, and why; see refusal.py
 
     # --- reductions -------------------------------------------------------------------------------------------
 
@@ -55,7 +57,8 @@ class Collectives:
                 return self.raise_failure(status, "all_reduce") if status else None
             if (plain := request.plain_op(op)) is not op:
                 return Collectives.all_reduce(self, tensor, plain)
-        return self.execute(request.all_reduce(self, tensor, op), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.all_reduce(self, tensor, op), async_op, timeout)
 
     def reduce(self, tensor: Any, root: int = 0, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are.
@@ -69,7 +72,8 @@ class Collectives:
                 return self.raise_failure(status, "reduce") if status else None
             if (plain := request.plain_op(op)) is not op:
                 return Collectives.reduce(self, tensor, root, plain)
-        return self.execute(request.reduce(self, tensor, root, op), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.reduce(self, tensor, root, op), async_op, timeout)
 
     def reduce_scatter_single(
         self, output: Any, input: Any, op: Any = SUM, async_op: bool = False, timeout: Timeout = None
@@ -83,7 +87,8 @@ class Collectives:
                 return self.raise_failure(status, "reduce_scatter_single") if status else None
             if (plain := request.plain_op(op)) is not op:
                 return Collectives.reduce_scatter_single(self, output, input, plain)
-        return self.execute(request.reduce_scatter_single(self, output, input, op), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.reduce_scatter_single(self, output, input, op), async_op, timeout)
 
     def reduce_scatter(
         self, output: Any, inputs: Sequence[Any], op: Any = SUM, async_op: bool = False, timeout: Timeout = None
@@ -97,7 +102,8 @@ class Collectives:
                 return self.raise_failure(status, "reduce_scatter") if status else None
             if (plain := request.plain_op(op)) is not op:
                 return Collectives.reduce_scatter(self, output, inputs, plain)
-        return self.execute(request.reduce_scatter(self, output, inputs, op), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.reduce_scatter(self, output, inputs, op), async_op, timeout)
 
     # --- copies -----------------------------------------------------------------------------------------------
 
@@ -109,7 +115,8 @@ class Collectives:
             status = run_cached(self._cache, _BROADCAST, root, tensor, tensor)
             if status >= 0:
                 return self.raise_failure(status, "broadcast") if status else None
-        return self.execute(request.broadcast(self, tensor, root), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.broadcast(self, tensor, root), async_op, timeout)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
         """``output`` becomes all ranks' ``input``, one after the other.
@@ -119,7 +126,8 @@ class Collectives:
             status = run_cached(self._cache, _ALL_GATHER_SINGLE, 0, input, output)
             if status >= 0:
                 return self.raise_failure(status, "all_gather_single") if status else None
-        return self.execute(request.all_gather_single(self, output, input), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.all_gather_single(self, output, input), async_op, timeout)
 
     def all_gather(self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
         """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks.
@@ -129,7 +137,8 @@ class Collectives:
             status = run_cached(self._cache, _ALL_GATHER, 0, input, outputs)
             if status >= 0:
                 return self.raise_failure(status, "all_gather") if status else None
-        return self.execute(request.all_gather(self, outputs, input), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.all_gather(self, outputs, input), async_op, timeout)
 
     def gather(
         self, outputs: Sequence[Any] | None, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
@@ -141,7 +150,8 @@ class Collectives:
             status = run_cached(self._cache, _GATHER, root, input, outputs)
             if status >= 0:
                 return self.raise_failure(status, "gather") if status else None
-        return self.execute(request.gather(self, outputs, input, root), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.gather(self, outputs, input, root), async_op, timeout)
 
     def gather_single(
         self, output: Any, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
@@ -153,7 +163,8 @@ class Collectives:
             status = run_cached(self._cache, _GATHER_SINGLE, root, input, output)
             if status >= 0:
                 return self.raise_failure(status, "gather_single") if status else None
-        return self.execute(request.gather_single(self, output, input, root), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.gather_single(self, output, input, root), async_op, timeout)
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int = 0, async_op: bool = False, timeout: Timeout = None
@@ -165,7 +176,8 @@ class Collectives:
             status = run_cached(self._cache, _SCATTER, root, inputs, output)
             if status >= 0:
                 return self.raise_failure(status, "scatter") if status else None
-        return self.execute(request.scatter(self, output, inputs, root), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.scatter(self, output, inputs, root), async_op, timeout)
 
     # --- all to all -------------------------------------------------------------------------------------------
 
@@ -182,9 +194,10 @@ class Collectives:
             status = run_cached(self._cache, _ALL_TO_ALL_SINGLE, 0, input, output)
             if status >= 0:
                 return self.raise_failure(status, "all_to_all_single") if status else None
-        agree = partial(self._agree_on_splits, timeout)
-        checked = request.all_to_all_single(self, output, input, output_splits, input_splits, agree)
-        return self.execute(checked, async_op, timeout)
+        with Refusals(self):
+            agree = partial(self._agree_on_splits, timeout)
+            checked = request.all_to_all_single(self, output, input, output_splits, input_splits, agree)
+            return self.execute(checked, async_op, timeout)
 
     def all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
@@ -192,8 +205,9 @@ class Collectives:
         """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        checked = request.all_to_all(self, outputs, inputs, partial(self._agree_on_splits, timeout))
-        return self.execute(checked, async_op, timeout)
+        with Refusals(self):
+            checked = request.all_to_all(self, outputs, inputs, partial(self._agree_on_splits, timeout))
+            return self.execute(checked, async_op, timeout)
 
     def _agree_on_splits(self, timeout: Timeout, call: str, sent: Sequence[int], got: Sequence[int]) -> Any:
         """Everybody's split sizes, so that each rank knows where in a peer's input its piece lies."""
@@ -209,7 +223,9 @@ class Collectives:
         """all_reduce of several tensors, of any dtypes.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        return self._in_order([partial(self.all_reduce, t, op) for t in tensors], tensors, async_op, timeout)
+        with Refusals(self):
+            calls = [partial(self.all_reduce, t, op) for t in tensors]
+        return self._in_order(calls, tensors, async_op, timeout)
 
     def all_gather_coalesced(
         self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
@@ -217,14 +233,16 @@ class Collectives:
         """all_gather_single of several pairs.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        pairs = _pairs("all_gather_coalesced", outputs, inputs)
+        with Refusals(self):
+            pairs = _pairs("all_gather_coalesced", outputs, inputs)
         return self._in_order([partial(self.all_gather_single, *pair) for pair in pairs], outputs, async_op, timeout)
 
     def all_gather_lists(
         self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
     ) -> Any:
         """``outputs[r][k]`` becomes rank r's ``inputs[k]``."""
-        calls = [partial(self.all_gather, [one[k] for one in outputs], t) for k, t in enumerate(inputs)]
+        with Refusals(self):
+            calls = [partial(self.all_gather, [one[k] for one in outputs], t) for k, t in enumerate(inputs)]
         return self._in_order(calls, [t for one in outputs for t in one], async_op, timeout)
 
     def reduce_scatter_coalesced(
@@ -234,15 +252,18 @@ class Collectives:
         """reduce_scatter_single of several pairs.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        pairs = _pairs("reduce_scatter_coalesced", outputs, inputs)
+        with Refusals(self):
+            pairs = _pairs("reduce_scatter_coalesced", outputs, inputs)
         calls = [partial(self.reduce_scatter_single, *pair, op) for pair in pairs]
         return self._in_order(calls, outputs, async_op, timeout)
 
     def _in_order(self, calls: Sequence[Callable[..., Any]], results: Any, async_op: bool, timeout: Timeout) -> Any:
-        """Operations of a group run in order and a failure ends the group, so the last work speaks for all."""
+        """Operations of a group run in order, and after one that fails or is refused the rest does not, so the last
+        work speaks for all."""
         if not calls:
             return self.barrier(async_op, timeout)
-        last = [call(async_op=async_op, timeout=timeout) for call in calls][-1]
+        at_once = Batch() if async_op is True else async_op
+        last = [call(async_op=at_once, timeout=timeout) for call in calls][-1]
         if last is not None:
             last.results = list(results)
         return last
@@ -257,13 +278,15 @@ class Collectives:
             status = run_cached(self._cache, _BARRIER, 0, None, None)
             if status >= 0:
                 return self.raise_failure(status, "barrier") if status else None
-        return self.execute(request.barrier(), async_op, timeout)
+        with Refusals(self):
+            return self.execute(request.barrier(), async_op, timeout)
 
     def all_gather_bytes(self, item: bytes, timeout: Timeout = None) -> list[bytes]:
         """Everybody's bytes, of any length, in rank order."""
         call = "all_gather_bytes"
-        lengths = self._all_gather_array(call, array.array("q", [len(item)]), DType.INT64, timeout)
-        everyone = self._all_gather_array(call, array.array("B", item), DType.UINT8, timeout, tuple(lengths))
+        with Refusals(self):
+            lengths = self._all_gather_array(call, array.array("q", [len(item)]), DType.INT64, timeout)
+            everyone = self._all_gather_array(call, array.array("B", item), DType.UINT8, timeout, tuple(lengths))
         ends = [sum(lengths[: r + 1]) for r in range(self.size)]
         return [everyone[end - n : end].tobytes() for end, n in zip(ends, lengths, strict=True)]
 

@@ -41,6 +41,7 @@ class Status(enum.IntEnum):
     HALF_SENT = native.STATUS_HALF_SENT
     NESTED = native.STATUS_NESTED
     UNREADABLE = native.STATUS_UNREADABLE
+    REFUSED = native.STATUS_REFUSED
 
 
 Site = tuple[str, int]  # file, line; formatted only on failure

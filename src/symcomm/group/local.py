@@ -24,11 +24,12 @@ from symcomm.collectives.select import Limits
 from symcomm.group import calibration, hooks, registry
 from symcomm.group.buffers import Buffer
 from symcomm.group.custom_plans import CustomCall
-from symcomm.group.failure import Site, Status, call_site, check_living, explain
+from symcomm.group.failure import Site, Status, call_site, check_living, explain, format_site
 from symcomm.group.inline_async import inline_polls
 from symcomm.group.process_group import ProcessGroup
+from symcomm.group.refusal import Refusals, Settled, pack, refused, settled
 from symcomm.group.request import Request
-from symcomm.group.work import Timeout, Work, no_thread, to_ns
+from symcomm.group.work import Timeout, Work, batch_of, no_thread, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.numa import current_node
 from symcomm.memory.share import Exchange, GroupNotBuilt, SeveralHostsError, connect
@@ -301,10 +302,11 @@ class LocalGroup(ProcessGroup):
         self, name: str, plan: Plan, inputs: Any = (), outputs: Any = (), async_op: bool = False,
         timeout: Timeout = None,
     ) -> Work | None:  # fmt: skip
-        own = CustomCall(self, name, plan, inputs, outputs)
-        checked, loaded = self.kept_plan(own.key, own.load)
-        own.check_tensors(checked)
-        return self._run(name, loaded, own.inputs, own.outputs, own.result, async_op, timeout)
+        with Refusals(self):
+            own = CustomCall(self, name, plan, inputs, outputs)
+            checked, loaded = self.kept_plan(own.key, own.load)
+            own.check_tensors(checked)
+            return self._run(name, loaded, own.inputs, own.outputs, own.result, async_op, timeout)
 
     def _run(
         self, call: str, plan: Any, inputs: Sequence[Buffer], outputs: Sequence[Buffer], result: Sequence[Any],
@@ -318,19 +320,21 @@ class LocalGroup(ProcessGroup):
         if self._failure is not None:
             self.check_usable()
         if async_op:
-            return self._submit(call, plan, inputs, outputs, result, (ins, outs), timeout_ns)
+            batch = batch_of(async_op)
+            return self._submit(call, plan, inputs, outputs, result, (ins, outs), timeout_ns, batch)
         started = time.monotonic()
         status = native.run(self.handle, plan, ins, outs, timeout_ns, self.site_number(3))
         if status:
             raise self.fail_with_status(status, call, call_site(3), time.monotonic() - started, explain)
         for buffer in outputs:
             if buffer.target is not None:
-                buffer.finish()
+                with Settled():
+                    buffer.finish()
         return None
 
     def _submit(
         self, call: str, plan: Any, inputs: Sequence[Buffer], outputs: Sequence[Buffer], result: Sequence[Any],
-        addresses: tuple[Any, Any], timeout_ns: int,
+        addresses: tuple[Any, Any], timeout_ns: int, batch: Any,
     ) -> Work:  # fmt: skip
         site = call_site(4)
         work = Work(self, call, site, outputs, result, (inputs, plan))
@@ -338,7 +342,7 @@ class LocalGroup(ProcessGroup):
         where = self.arena.flight.site(site)
         self._keep(work)
         try:
-            work.request = native.submit(self.handle, plan, *addresses, timeout_ns, where, callback)
+            work.request = native.submit(self.handle, plan, *addresses, timeout_ns, where, callback, batch)
         except OSError as error:
             self.pending.remove(work)
             raise no_thread("asynchronous operations", error) from None
@@ -371,7 +375,16 @@ class LocalGroup(ProcessGroup):
         """The exception for an operation that the core ended with ``status``."""
         if status & 0xFF == Status.NESTED:
             return errors.nested(call, self.name)
+        if status & 0xFF == Status.REFUSED:
+            told = native.group_refusal(self.handle, status >> 8)
+            return refused(f"{call} #{status >> 8} on group {self.name!r}", told and told[1])
         return self.fail(lambda: explain(self, status, call, site, seconds))
+
+    def refuse(self, error: Exception) -> None:
+        if self.size > 1 and self._failure is None:
+            site = call_site(2)
+            told = pack(self.rank, error, format_site(site))
+            native.refuse(self.handle, told, self.timeout_ns, self.arena.flight.site(site))
 
     def may_run_inline(self) -> bool:
         """Whether an asynchronous call may run inline: nothing is queued before it, and all others have arrived."""
@@ -423,7 +436,6 @@ class LocalGroup(ProcessGroup):
 
     def _subgroup(self, choice: dict[int, tuple[int, int]], name: str, timeout: Timeout) -> ProcessGroup | None:
         ranks, label = self._name_of_subgroup(choice, name)
-
         if not ranks:
             self.all_gather_bytes(b"", timeout)
             return None
@@ -432,6 +444,7 @@ class LocalGroup(ProcessGroup):
             return self._of(ranks, exchange, label, self.timeout if timeout is None else timeout)
         except Exception as error:
             exchange.give_up(error)
+            settled(error)
             raise
 
     def of_members(self, ranks: Sequence[int], exchange: Exchange) -> LocalGroup:

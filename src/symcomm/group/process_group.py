@@ -25,6 +25,7 @@ from symcomm.group.ephemeral import EphemeralTimeouts
 from symcomm.group.monitored_barrier import MonitoredBarrier
 from symcomm.group.object_calls import ObjectCalls
 from symcomm.group.p2p import MessageWork
+from symcomm.group.refusal import Refusals
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
 
@@ -171,6 +172,10 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
             raise self.unusable_error()
 
     @abstractmethod
+    def refuse(self, error: Exception) -> None:
+        """Take the next operation's number, and tell the others that this rank makes no call, and why."""
+
+    @abstractmethod
     def abort(self) -> None:
         """Make every rank's pending and later operations on this group fail now."""
 
@@ -280,25 +285,26 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
         ResourceError."""
-        chosen = list(ranks)
-        if (
-            not chosen
-            or len(set(chosen)) != len(chosen)
-            or not all(isinstance(r, int) and 0 <= r < self.size for r in chosen)
-        ):
-            raise errors.bad_argument(
-                "new_group", "ranks", chosen, f"distinct ranks of 0 to {self.size - 1}, at least one"
-            )
-        return self._subgroup({r: (0, i) for i, r in enumerate(chosen)}, name, timeout)
+        with Refusals(self):
+            chosen = list(ranks)
+            if (
+                not chosen
+                or len(set(chosen)) != len(chosen)
+                or not all(isinstance(r, int) and 0 <= r < self.size for r in chosen)
+            ):
+                allowed = f"distinct ranks of 0 to {self.size - 1}, at least one"
+                raise errors.bad_argument("new_group", "ranks", chosen, allowed)
+            return self._subgroup({r: (0, i) for i, r in enumerate(chosen)}, name, timeout)
 
     def split(self, color: int | None, key: int = 0, name: str = "", timeout: Timeout = None) -> ProcessGroup | None:
         """Ranks with the same ``color`` form a group, ordered by ``key``, then rank. Color None: no group.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
         ResourceError."""
-        answers = self.all_gather_bytes(json.dumps([color, key]).encode(), timeout)
-        choice = {r: json.loads(a) for r, a in enumerate(answers)}
-        return self._subgroup({r: (c, k) for r, (c, k) in choice.items() if c is not None}, name, timeout)
+        with Refusals(self):
+            answers = self.all_gather_bytes(json.dumps([color, key]).encode(), timeout)
+            choice = {r: json.loads(a) for r, a in enumerate(answers)}
+            return self._subgroup({r: (c, k) for r, (c, k) in choice.items() if c is not None}, name, timeout)
 
     @abstractmethod
     def meet(self, exchange: Callable[[bytes], list[bytes]]) -> None:
@@ -371,6 +377,8 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         from symcomm.group.grow import grow
 
         self.check_usable()
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise errors.bad_argument("grow", "size", size, "a number of ranks, 1 or more")
-        return grow(self, to_ns("grow", timeout) / 1e9, to_ns("grow", wait) / 1e9 if wait else 0.0, size)
+        with Refusals(self):
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise errors.bad_argument("grow", "size", size, "a number of ranks, 1 or more")
+            seconds = to_ns("grow", timeout) / 1e9, to_ns("grow", wait) / 1e9 if wait else 0.0
+        return grow(self, *seconds, size)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.chunks import starts_of
+from symcomm.group.refusal import settled
 from symcomm.ops import BY_NAME, Op
 from symcomm.types import DType, RedOpType, ReduceOp
 
@@ -273,9 +274,11 @@ def check_splits(call: str, everyone: Sequence[Sequence[int]]) -> tuple[tuple[in
     for i in range(size):
         for j in range(size):
             if everyone[i][j] != everyone[j][size + i]:
-                raise errors.BadArgumentError(
-                    f"{call}: rank {i} sends {everyone[i][j]} elements to rank {j}, "
-                    f"which expects {everyone[j][size + i]}; make input and output splits agree."
+                raise settled(
+                    errors.BadArgumentError(
+                        f"{call}: rank {i} sends {everyone[i][j]} elements to rank {j}, "
+                        f"which expects {everyone[j][size + i]}; make input and output splits agree."
+                    )
                 )
     return tuple(tuple(row[:size]) for row in everyone)
 

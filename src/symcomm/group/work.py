@@ -21,6 +21,20 @@ Timeout = float | timedelta | None
 LONGEST = 1 << 31  # seconds, 68 years: practically for ever, and in nanoseconds it fits in 64 bits
 
 
+class Batch:
+    """What asynchronous operations of one call have in common, given to each as its ``async_op``: after one that was
+    refused the rest does not run, on any rank."""
+
+    def __init__(self) -> None:
+        self.handle = native.make_batch()
+        self.refused: errors.CallRefusedError | None = None  # across hosts, where the core does not queue them
+
+
+def batch_of(async_op: Any) -> Any:
+    """What the core knows the batch by that an operation belongs to, or None."""
+    return async_op.handle if isinstance(async_op, Batch) else None
+
+
 def to_ns(call: str, timeout: float | timedelta) -> int:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if not isinstance(seconds, (int, float)) or not seconds > 0:

@@ -30,6 +30,14 @@ class OperationStopped(Exception):
     """An operation cannot go on; the group's ``failures`` knows why."""
 
 
+class OperationRefused(Exception):
+    """Some rank refused its call, as it ``told``. ``is_news``: the other ranks of this host do not know yet."""
+
+    def __init__(self, told: bytes | None, is_news: bool = False):
+        super().__init__()
+        self.told, self.is_news = told, is_news
+
+
 class Failures:
     """The failures of one group. ``verdict`` is the failure that all ranks raise, once there is one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,15 @@ def _is_signature(value: Any) -> bool:
     return type(value) is list and len(value) == SIGNATURE and all(map(_is_any_int, value))
 
 
+def _is_told(value: Any) -> bool:
+    """Why a rank refused a call, as group/refusal.py packs it."""
+    try:
+        rank, sentence, site = json.loads(value)
+    except ValueError:
+        return False
+    return is_number(rank) and _is_text(sentence) and _is_text(site)
+
+
 FIELDS: Mapping[str, Mapping[str, Check]] = {
     "hello": {},
     "bye": {},
@@ -97,6 +107,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "fault": FAULTS.__contains__, "story": _is_text, "ranks": _is_ranks, "origin": is_number,
         "seconds": _is_seconds,
     },
+    "refusal": {"seq": is_number, "told": _is_told},
     "exchange": {"topic": _is_text, "item": _is_bytes},
     "agree": {"instance": is_number, "step": lambda step: step in AGREEMENT_STEPS},
     "arrival": {"seq": is_number, "signature": _is_signature},

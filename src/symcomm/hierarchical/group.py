@@ -23,9 +23,10 @@ from symcomm.group.factory import make_group
 from symcomm.group.failure import Site, call_site, format_site, with_sizes
 from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
-from symcomm.group.work import Timeout, Work, to_ns
+from symcomm.group.refusal import Settled, refused
+from symcomm.group.work import Batch, Timeout, Work, to_ns
 from symcomm.hierarchical.agreement import Agreement, Agreements
-from symcomm.hierarchical.connection import Frame, FramedConnection, ProtocolViolation
+from symcomm.hierarchical.connection import FramedConnection, ProtocolViolation
 from symcomm.hierarchical.control_channel import ControlChannel, Endpoint, channel_of, check_tokens, endpoint_in
 from symcomm.hierarchical.discovery import (
     SubsetExchange,
@@ -44,12 +45,13 @@ from symcomm.hierarchical.engines.base import (
     wanted_engine,
 )
 from symcomm.hierarchical.execution import HierarchicalExecution
-from symcomm.hierarchical.failure import Failures, OperationStopped
+from symcomm.hierarchical.failure import Failures, OperationRefused, OperationStopped
 from symcomm.hierarchical.frames import MESSAGES, check
-from symcomm.hierarchical.leader_links import LeaderLinks
+from symcomm.hierarchical.leader_links import LeaderLinks, links_of
 from symcomm.hierarchical.matcher import MessageMatcher
 from symcomm.hierarchical.operation import Operation, Signature
 from symcomm.hierarchical.p2p import HierarchicalMessages
+from symcomm.hierarchical.refusal import RefusalsAcrossHosts
 from symcomm.hierarchical.rounds import Rounds
 from symcomm.hierarchical.scratch import Scratch
 from symcomm.hierarchical.standoff import Waits
@@ -60,7 +62,6 @@ from symcomm.store.address import LOOPBACK, own_address
 
 LOCAL_ROUNDS = 3  # of the exchange, at most, to build a host's own group
 Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
-MOST_ARRIVALS = 10_000  # of other hosts at operations that this one has not reached; each is at most a few ahead
 ENGINE_GRACE = 1.0  # seconds for the control channel to learn who is gone, when the engine noticed first
 ENGINE_STOP = 5.0  # seconds for an engine to stop; Gloo takes milliseconds
 
@@ -69,6 +70,7 @@ _RECEIVERS = {
     "clear_to_send": attrgetter("matcher.on_clear_to_send"), "refused": attrgetter("matcher.on_refused"),
     "sending": attrgetter("matcher.on_sending"), "cancelled": attrgetter("matcher.on_cancelled"),
     "ask": attrgetter("failures.answer"), "answer": attrgetter("failures.note_answer"),
+    "refusal": attrgetter("refusals.note"),
     "exchange": attrgetter("rounds.note"), "agree": attrgetter("agreements.note"),
 }  # fmt: skip
 _living: weakref.WeakSet[HierarchicalGroup] = weakref.WeakSet()
@@ -147,7 +149,8 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self.failures = Failures(self)
         # (sequence number, leader) -> signature, data
         self.arrivals: dict[tuple[int, int], tuple[list[int], bytes | bytearray]] = {}
-        self.leader_links = _leader_links_of(self)
+        self.refusals = RefusalsAcrossHosts(self)
+        self.leader_links = links_of(self)
         self.left: set[int] = set()
         self.doing: tuple[int, str, str] = (0, "", "")  # sequence number, call and call site of the last operation
         self._submitted = 0
@@ -292,6 +295,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
     ) -> Work | None:  # fmt: skip
         """Run an operation: right here, or in the group's thread if that is busy already."""
         seconds = (self.timeout_ns if timeout is None else to_ns(call, timeout)) / 1e9
+        batch = async_op if isinstance(async_op, Batch) else None
         self.check_usable()
         if self._operating_thread == threading.get_ident():
             raise errors.nested(call, self.name)
@@ -306,11 +310,12 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
                         buffer.refresh()
                 self._operating_thread = threading.get_ident()
                 try:
-                    self._operate(call, signature, body, seconds, site, (inputs, outputs))
+                    self._operate(call, signature, body, seconds, site, (inputs, outputs), batch)
                 finally:
                     self._operating_thread = 0
             for buffer in outputs:
-                buffer.finish()
+                with Settled():
+                    buffer.finish()
 
         if not queued:
             act()
@@ -325,10 +330,13 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         return None
 
     def _operate(
-        self, call: str, signature: Signature, body: Callable[[Operation], None], seconds: float, site: Site, on: Any
-    ) -> None:
+        self, call: str, signature: Signature, body: Callable[[Operation], None], seconds: float, site: Site, on: Any,
+        batch: Batch | None,
+    ) -> None:  # fmt: skip
         """``on``: the buffers that ``body`` works on."""
         self.check_usable()
+        if batch is not None and batch.refused is not None:
+            raise batch.refused
         begun = time.monotonic()
         seq = self.doing[0] + 1
         words = with_sizes(call, signature.collective) or signature.words()
@@ -336,6 +344,13 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         operation = Operation(self, signature, seq, seconds, self.arena.flight.site(site))
         try:
             body(operation)
+        except OperationRefused as refusal:
+            operation.end()
+            self.refusals.pass_on(refusal)
+            error = refused(f"{call} #{seq} on group {self.name!r}", refusal.told)
+            if batch is not None:
+                batch.refused = error
+            raise error from None
         except OperationStopped:
             self._abandoned.append((operation, on))
             self.await_engine()
@@ -347,6 +362,25 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             self.fail_operation(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun)
             raise
         operation.end()
+
+    def refuse(self, error: Exception) -> None:
+        if self._failure is None and self._operating_thread != threading.get_ident():
+            self.refusals.tell(error, call_site(2))
+
+    def queue(self, act: Callable[[], None], call: str, site: Site) -> None:
+        """Do this in the turn of the next operation: here, or in the group's thread if that is busy already."""
+        self._submitted += 1
+
+        def in_turn() -> None:
+            with self._turn:
+                act()
+
+        if all(work.is_completed() for work in list(self.pending)):
+            in_turn()
+            return
+        work = HierarchicalWork(self, call, site, in_turn, [], [])
+        self._runner.submit(work)
+        self._keep(work)
 
     def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
         """This rank's exception for a failure that ``failures`` has recorded."""
@@ -396,6 +430,10 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
 
     def endpoint(self, rank: int) -> Endpoint:
         return self._endpoints[rank]
+
+    def dial(self, rank: int) -> FramedConnection | None:
+        """A link between leaders, from this one."""
+        return self.control.dial(self._endpoints[rank], self._key)
 
     def tell(self, rank: int, header: dict[str, Any], payload: bytes = b"", timeout: float = 10.0) -> bool:
         """Send a control message to a rank; False when it cannot be reached."""
@@ -565,25 +603,3 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
     def _seen_leaving(self) -> set[int]:
         counterparts = {r for host in self.layout.others for r in self.layout.counterparts(host)}
         return (counterparts | set(self.layout.here)) - {self.rank}
-
-
-def _leader_links_of(group: HierarchicalGroup) -> LeaderLinks:
-    """Links between leaders; they do not keep the group alive."""
-    arrivals, ref = group.arrivals, weakref.ref(group)
-
-    def dial(rank: int) -> FramedConnection | None:
-        found = ref()
-        return found.control.dial(found._endpoints[rank], found._key) if found is not None else None
-
-    def on_frame(rank: int, frame: Frame) -> None:
-        header, payload = frame
-        check("arrival", header, payload, 0)
-        if len(arrivals) >= MOST_ARRIVALS or (header["seq"], rank) in arrivals:
-            raise ProtocolViolation(f"sent arrival {header['seq']} twice, or is far ahead")
-        arrivals[header["seq"], rank] = (header["signature"], payload)
-
-    def on_refused(rank: int, why: str) -> None:
-        if (found := ref()) is not None:
-            found.control.refusals.note(f"rank {rank}", why)
-
-    return LeaderLinks(group.rank, dial, on_frame, on_refused)

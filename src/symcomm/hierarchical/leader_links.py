@@ -11,10 +11,14 @@ import contextlib
 import os
 import select
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm.hierarchical.connection import ConnectionClosed, Frame, FramedConnection, ProtocolViolation
+from symcomm.hierarchical.frames import check
+
+MOST_ARRIVALS = 10_000  # of other hosts at operations that this one has not reached; each is at most a few ahead
 
 
 class _Wakeup:
@@ -149,3 +153,25 @@ class LeaderLinks:
         self._closed = True
         for conn in list(self._links.values()):
             conn.close()
+
+
+def links_of(group: Any) -> LeaderLinks:
+    """Those of a group, whose ``arrivals`` get what comes; they do not keep it alive."""
+    arrivals, ref = group.arrivals, weakref.ref(group)
+
+    def dial(rank: int) -> FramedConnection | None:
+        found = ref()
+        return found.dial(rank) if found is not None else None
+
+    def on_frame(rank: int, frame: Frame) -> None:
+        header, payload = frame
+        check("arrival", header, payload, 0)
+        if len(arrivals) >= MOST_ARRIVALS or (header["seq"], rank) in arrivals:
+            raise ProtocolViolation(f"sent arrival {header['seq']} twice, or is far ahead")
+        arrivals[header["seq"], rank] = (header["signature"], payload)
+
+    def on_refused(rank: int, why: str) -> None:
+        if (found := ref()) is not None:
+            found.control.refusals.note(f"rank {rank}", why)
+
+    return LeaderLinks(group.rank, dial, on_frame, on_refused)

@@ -15,7 +15,7 @@ from symcomm.collectives.plan import Collective, Plan
 from symcomm.collectives.select import sizes_of_hash
 from symcomm.group.failure import Status, call_words
 from symcomm.hierarchical.engines.base import Expected, Move, Transfer
-from symcomm.hierarchical.failure import OperationStopped
+from symcomm.hierarchical.failure import OperationRefused, OperationStopped
 from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.types import DType
 
@@ -75,15 +75,13 @@ class Operation:
     ) -> Transfer | None:  # fmt: skip
         """Return once all ranks of all hosts have arrived with the same call; meanwhile, run a collective on this host.
 
-        ``sends`` start at once: only the same operation of the receiver can match them. Where the engine cannot tell
-        operations apart, they start once all ranks are known to make the same call."""
-        at_once = self._group.engine.has_tags
-        transfer = self.start(sends, expected) if at_once else None
+        ``sends`` start then: a rank may refuse the call, and a transfer that one end has begun cannot be taken back.
+        Receives that nobody sends anything to may be forgotten."""
         self.arrive(build, ins, outs, *args)
         if self.layout.is_leader:
             self.exchange_arrivals({})
         self.release()
-        return transfer if at_once else self.start(sends, expected)
+        return self.start(sends, expected)
 
     def arrive(
         self, build: Callable[..., Plan] | None = None, ins: Sequence[int] = (), outs: Sequence[int] = (), *args: Any
@@ -107,6 +105,8 @@ class Operation:
     def receive_arrivals(self, expected: Mapping[int, int] = NOTHING) -> dict[int, bytes | bytearray]:
         """What the other hosts' leaders sent. What this one sent has left by then."""
         group, links = self._group, self._group.leader_links
+        for key in [key for key in group.arrivals if key[0] < self._seq]:  # at operations that some rank refused
+            del group.arrivals[key]
         awaited = {self.layout.leader(h): h for h in self.layout.others}
         self.wait_for(
             lambda: [r for r in awaited if (self._seq, r) not in group.arrivals or links.has_backlog(r)],
@@ -151,6 +151,7 @@ class Operation:
                 return 0.0
             if group.failures.verdict is not None:
                 raise OperationStopped
+            group.refusals.check(self._seq)
             if listen_to and (refused := next((r for r in whom if r in group.leader_links.refused), None)) is not None:
                 self._cut_off(refused)
             now = time.monotonic()
@@ -186,9 +187,13 @@ class Operation:
     def _run(self, plan: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
         group = self._group
         left = max(1, int((self._deadline - time.monotonic()) * 1e9))
-        status = native.run(group.local.handle, plan, ins, outs, left, self._site) & 0xFF
-        if not status:
+        ended = native.run(group.local.handle, plan, ins, outs, left, self._site)
+        if not ended:
             return
+        status = ended & 0xFF
+        if status == Status.REFUSED:
+            told = native.group_refusal(group.local.handle, ended >> 8)
+            raise OperationRefused(told[1] if told is not None else None)
         if status in (Status.DEAD, Status.LEFT):
             report = native.group_report(group.local.handle)["ranks"]
             group.failures.gone([self.layout.here[seen["rank"]] for seen in report if seen["gone"]])

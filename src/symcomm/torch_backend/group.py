@@ -17,7 +17,7 @@ from symcomm import errors
 from symcomm.group import hooks
 from symcomm.group.p2p import ANY_SOURCE
 from symcomm.group.process_group import ProcessGroup
-from symcomm.group.request import to_redop
+from symcomm.group.refusal import Refusals
 from symcomm.ops import numbers_of
 from symcomm.torch_backend import checks, lists, torch_patches, values, versions
 from symcomm.torch_backend.arguments import once_each, one_list, seconds_of, sort_out
@@ -91,50 +91,64 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         is_plain = op is None and timeout is None
         if is_plain and (work := self._fast_path(_ALL_REDUCE, tensors, tensors, opts)) is not None:
             return work
-        given = sort_out("allreduce", [tensors], opts, op=op, timeout=timeout)
-        if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
-            return lists.all_reduce(self.core, tensors, given.redop, given.seconds)
+        with Refusals(self):
+            given = sort_out("allreduce", [tensors], opts, op=op, timeout=timeout)
+            several = isinstance(tensors, (list, tuple)) and len(tensors) != 1
+            redop = given.redop
+        if several:
+            return lists.all_reduce(self.core, tensors, redop, given.seconds)
         tensor = single("all_reduce", tensors, "tensor list")
         if tensor.is_sparse and tensor.is_cpu:
-            all_reduce_sparse(self.core, tensor, to_redop("all_reduce", given.redop)[0], given.seconds)
+            all_reduce_sparse(self.core, tensor, redop, given.seconds)
             return DoneWork([tensor])
-        return self._call("all_reduce", given, tensor, given.redop)
+        return self._call("all_reduce", given, tensor, redop)
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
-        given = sort_out("allreduce_coalesced", [tensors], opts)
-        checks.all_reduce_coalesced(tensors)
-        return self._call("all_reduce_coalesced", given, once_each(tensors), given.redop, result=tensors)
+        with Refusals(self):
+            given = sort_out("allreduce_coalesced", [tensors], opts)
+            checks.all_reduce_coalesced(tensors)
+            args = once_each(tensors), given.redop
+        return self._call("all_reduce_coalesced", given, *args, result=tensors)
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
         is_plain = root is None and op is None and timeout is None
         if is_plain and (work := self._fast_path(_REDUCE, tensors, tensors, opts)) is not None:
             return work
-        given = sort_out("reduce", [tensors], opts, root=root, op=op, timeout=timeout)
-        checks.root_rank("reduce", given.root, self.core.size)
-        tensor = single("reduce", tensors, "tensor list")
-        checks.root_tensor("reduce", given.options, 1)
-        return self._call("reduce", given, tensor, given.root, given.redop)
+        with Refusals(self):
+            given = sort_out("reduce", [tensors], opts, root=root, op=op, timeout=timeout)
+            checks.root_rank("reduce", given.root, self.core.size)
+            tensor = single("reduce", tensors, "tensor list")
+            checks.root_tensor("reduce", given.options, 1)
+            args = tensor, given.root, given.redop
+        return self._call("reduce", given, *args)
 
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
-        output = single("reduce_scatter", output_tensors, "output tensor list")
-        pieces = one_list("reduce_scatter", "inputs", input_tensors)
-        is_plain = op is None and timeout is None
-        if is_plain and (work := self._fast_path(_REDUCE_SCATTER, pieces, output, opts)) is not None:
-            return work
-        given = sort_out("reduce_scatter", (output_tensors, input_tensors), opts, op=op, timeout=timeout)
-        return self._call("reduce_scatter", given, output, pieces, given.redop)
+        if op is None and timeout is None and output_tensors and isinstance(output_tensors, (list, tuple)):
+            work = self._fast_path(_REDUCE_SCATTER, _first(input_tensors), output_tensors, opts)
+            if work is not None:
+                return work
+        with Refusals(self):
+            output = single("reduce_scatter", output_tensors, "output tensor list")
+            pieces = one_list("reduce_scatter", "inputs", input_tensors)
+            given = sort_out("reduce_scatter", (output_tensors, input_tensors), opts, op=op, timeout=timeout)
+            args = output, pieces, given.redop
+        return self._call("reduce_scatter", given, *args)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         if (work := self._fast_path(_REDUCE_SCATTER_SINGLE, input, output, opts)) is not None:
             return work
-        given = sort_out("reduce_scatter_single", (output, input), opts)
-        return self._call("reduce_scatter_single", given, output, input, given.redop)
+        with Refusals(self):
+            given = sort_out("reduce_scatter_single", (output, input), opts)
+            args = output, input, given.redop
+        return self._call("reduce_scatter_single", given, *args)
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        given = sort_out("reduce_scatter_single_coalesced", (outputs, inputs), opts)
-        return self._call("reduce_scatter_coalesced", given, outputs, inputs, given.redop)
+        with Refusals(self):
+            given = sort_out("reduce_scatter_single_coalesced", (outputs, inputs), opts)
+            args = outputs, inputs, given.redop
+        return self._call("reduce_scatter_coalesced", given, *args)
 
     # --- copies -----------------------------------------------------------------------------------------------
 
@@ -142,41 +156,47 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         is_plain = root is None and timeout is None
         if is_plain and (work := self._fast_path(_BROADCAST, tensors, tensors, opts)) is not None:
             return work
-        given = sort_out("broadcast", [tensors], opts, root=root, timeout=timeout)
-        if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
+        with Refusals(self):
+            given = sort_out("broadcast", [tensors], opts, root=root, timeout=timeout)
+            count = len(tensors) if isinstance(tensors, (list, tuple)) else 1
+            checks.root_rank("broadcast", given.root, self.core.size)
+            checks.root_tensor("broadcast", given.options, count)
+        if count != 1:
             return lists.broadcast(self.core, tensors, given.root, given.options, given.seconds)
-        tensor = single("broadcast", tensors, "tensor list")
-        checks.root_rank("broadcast", given.root, self.core.size)
-        checks.root_tensor("broadcast", given.options, 1)
-        return self._call("broadcast", given, tensor, given.root)
+        return self._call("broadcast", given, single("broadcast", tensors, "tensor list"), given.root)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         if timeout is None and output_tensors and isinstance(output_tensors, (list, tuple)):
             work = self._fast_path(_ALL_GATHER, input_tensors, output_tensors[0], opts)
             if work is not None:
                 return work
-        given = sort_out("allgather", (output_tensors, input_tensors), opts, timeout=timeout)
-        inputs = input_tensors if isinstance(input_tensors, (list, tuple)) else [input_tensors]
-        outputs = checks.all_gather_lists(output_tensors, inputs, self.core.size)
+        with Refusals(self):
+            given = sort_out("allgather", (output_tensors, input_tensors), opts, timeout=timeout)
+            inputs = input_tensors if isinstance(input_tensors, (list, tuple)) else [input_tensors]
+            outputs = checks.all_gather_lists(output_tensors, inputs, self.core.size)
+            # dist.all_gather takes places of any size; who calls the group itself is held to what torch's groups take.
+            if len(inputs) == 1:
+                checks.alike("all_gather", outputs[0], inputs[0], sizes=given.options is None)
         if len(inputs) > 1:
             return lists.all_gather(self.core, outputs, inputs, given.seconds)
-        # dist.all_gather takes places of any size; who calls the group itself is held to what torch's groups take.
-        checks.alike("all_gather", outputs[0], inputs[0], sizes=given.options is None)
         return self._call("all_gather", given, outputs[0], inputs[0])
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         if (work := self._fast_path(_ALL_GATHER_SINGLE, input, output, opts)) is not None:
             return work
-        given = sort_out("all_gather_single", (output, input), opts)
+        with Refusals(self):
+            given = sort_out("all_gather_single", (output, input), opts)
         return self._call("all_gather_single", given, output, input)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        given = sort_out("all_gather_single_coalesced", (outputs, inputs), opts)
+        with Refusals(self):
+            given = sort_out("all_gather_single_coalesced", (outputs, inputs), opts)
         return self._call("all_gather_coalesced", given, outputs, inputs)
 
     def allgather_coalesced(self, output_lists: Sequence[Any], input_list: Sequence[Any], opts: Any = None) -> Any:
-        given = sort_out("allgather_coalesced", (output_lists, input_list), opts)
-        checks.all_gather_coalesced(output_lists, input_list, self.core.size)
+        with Refusals(self):
+            given = sort_out("allgather_coalesced", (output_lists, input_list), opts)
+            checks.all_gather_coalesced(output_lists, input_list, self.core.size)
         return self._call("all_gather_lists", given, output_lists, input_list)
 
     def gather(
@@ -185,17 +205,20 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         is_plain = root is None and timeout is None
         if is_plain and (work := self._fast_path(_GATHER, input_tensors, _first(output_tensors), opts)) is not None:
             return work
-        given = sort_out("gather", (output_tensors, input_tensors), opts, root=root, timeout=timeout)
-        places, tensor = checks.gather(output_tensors, input_tensors, given.root, self.core.rank, self.core.size)
+        with Refusals(self):
+            given = sort_out("gather", (output_tensors, input_tensors), opts, root=root, timeout=timeout)
+            places, tensor = checks.gather(output_tensors, input_tensors, given.root, self.core.rank, self.core.size)
         return self._call("gather", given, places or None, tensor, given.root)
 
     def gather_single(self, output: Any, input: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        given = sort_out("gather_single", (output, input), opts, root=root, timeout=timeout)
-        target = output if self.core.rank == given.root else None  # torch's callers pass an empty tensor elsewhere
-        is_plain = root is None and timeout is None and opts is given.options
-        if is_plain and (work := self._fast_path(_GATHER_SINGLE, input, target, opts)) is not None:
-            return work
-        checks.root_rank("gather_single", given.root, self.core.size)
+        if root is None and timeout is None and (at := getattr(opts, "rootRank", None)) is not None:
+            target = output if self.core.rank == at else None  # torch's callers pass an empty tensor elsewhere
+            if (work := self._fast_path(_GATHER_SINGLE, input, target, opts)) is not None:
+                return work
+        with Refusals(self):
+            given = sort_out("gather_single", (output, input), opts, root=root, timeout=timeout)
+            checks.root_rank("gather_single", given.root, self.core.size)
+        target = output if self.core.rank == given.root else None
         return self._call("gather_single", given, target, input, given.root)
 
     def scatter(
@@ -204,13 +227,15 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         is_plain = root is None and timeout is None
         if is_plain and (work := self._fast_path(_SCATTER, _first(input_tensors), output_tensors, opts)) is not None:
             return work
-        given = sort_out("scatter", (output_tensors, input_tensors), opts, root=root, timeout=timeout)
-        tensor, pieces = checks.scatter(output_tensors, input_tensors, given.root, self.core.rank, self.core.size)
+        with Refusals(self):
+            given = sort_out("scatter", (output_tensors, input_tensors), opts, root=root, timeout=timeout)
+            tensor, pieces = checks.scatter(output_tensors, input_tensors, given.root, self.core.rank, self.core.size)
         return self._call("scatter", given, tensor, pieces or None, given.root)
 
     def alltoall(self, output_tensors: Sequence[Any], input_tensors: Sequence[Any], opts: Any = None) -> Any:
-        given = sort_out("alltoall", (output_tensors, input_tensors), opts)
-        checks.all_to_all(output_tensors, input_tensors, self.core.size)
+        with Refusals(self):
+            given = sort_out("alltoall", (output_tensors, input_tensors), opts)
+            checks.all_to_all(output_tensors, input_tensors, self.core.size)
         return self._call("all_to_all", given, list(output_tensors), list(input_tensors))
 
     def all_to_all_single(
@@ -221,11 +246,12 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
             work = self._fast_path(_ALL_TO_ALL_SINGLE, input, output, opts)
             if work is not None:
                 return work
-        given = sort_out(
-            "all_to_all_single", (output, input, output_split_sizes, input_split_sizes), opts, timeout=timeout
-        )
-        args = (output, input, list(output_split_sizes), list(input_split_sizes))
-        checks.splits(*args, self.core.size)
+        with Refusals(self):
+            given = sort_out(
+                "all_to_all_single", (output, input, output_split_sizes, input_split_sizes), opts, timeout=timeout
+            )
+            args = (output, input, list(output_split_sizes), list(input_split_sizes))
+            checks.splits(*args, self.core.size)
         return self._call("all_to_all_single", given, *args)
 
     # --- messages ---------------------------------------------------------------------------------------------
@@ -250,7 +276,9 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         if timeout is None and (work := self._fast_path(_BARRIER, None, None, opts)) is not None:
             return work
-        return self._call("barrier", sort_out("barrier", (), opts, timeout=timeout))
+        with Refusals(self):
+            given = sort_out("barrier", (), opts, timeout=timeout)
+        return self._call("barrier", given)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Ours, with messages that begin with the text that scripts written for Gloo look for."""

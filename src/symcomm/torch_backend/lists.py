@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from symcomm import errors
+from symcomm.group.refusal import Refusals
 from symcomm.group.request import to_redop
 from symcomm.torch_backend import checks
 from symcomm.torch_backend.sparse import all_reduce_sparse
@@ -39,14 +40,15 @@ def _spread(tensors: Sequence[Any], value: Any) -> None:
 
 def all_reduce(core: Any, tensors: Sequence[Any], op: Any, timeout: float | None) -> DoneWork:
     """All tensors of all ranks become their combination."""
-    checks.non_empty("all_reduce", tensors)
-    checks.alike("all_reduce", tensors)
-    redop = to_redop("all_reduce", op)[0]
-    if redop not in _COMBINE:
-        raise errors.bad_argument("all_reduce", "op", redop.name, "another one for several tensors at once")
-    total = tensors[0].detach().clone()
-    for tensor in tensors[1:]:
-        total = _COMBINE[redop](total, tensor.detach())
+    with Refusals(core):
+        checks.non_empty("all_reduce", tensors)
+        checks.alike("all_reduce", tensors)
+        redop = to_redop("all_reduce", op)[0]
+        if redop not in _COMBINE:
+            raise errors.bad_argument("all_reduce", "op", redop.name, "another one for several tensors at once")
+        total = tensors[0].detach().clone()
+        for tensor in tensors[1:]:
+            total = _COMBINE[redop](total, tensor.detach())
     if total.is_sparse:
         total = all_reduce_sparse(core, total, redop, timeout)
     else:
@@ -59,9 +61,9 @@ def all_reduce(core: Any, tensors: Sequence[Any], op: Any, timeout: float | None
 
 def broadcast(core: Any, tensors: Sequence[Any], root: int, opts: Any, timeout: float | None) -> DoneWork:
     """All tensors of all ranks become ``root``'s tensor number ``opts.rootTensor``."""
-    checks.root_rank("broadcast", root, core.size)
-    number = checks.root_tensor("broadcast", opts, len(tensors))
-    checks.alike("broadcast", tensors)
+    with Refusals(core):
+        number = checks.root_tensor("broadcast", opts, len(tensors))
+        checks.alike("broadcast", tensors)
     core.broadcast(tensors[number], root, timeout=timeout)
     _spread(tensors, tensors[number])
     return DoneWork(list(tensors))
@@ -70,9 +72,10 @@ def broadcast(core: Any, tensors: Sequence[Any], root: int, opts: Any, timeout: 
 def all_gather(core: Any, outputs: Sequence[Any], inputs: Sequence[Any], timeout: float | None) -> DoneWork:
     """Every list of ``outputs`` becomes all ranks' inputs: rank 0's in their order, then rank 1's, and so on."""
     n = len(inputs)
-    checks.alike("all_gather", inputs)
-    for places in outputs:
-        checks.alike("all_gather", places, inputs[0])
+    with Refusals(core):
+        checks.alike("all_gather", inputs)
+        for places in outputs:
+            checks.alike("all_gather", places, inputs[0])
     for k, tensor in enumerate(inputs):
         core.all_gather([outputs[0][r * n + k] for r in range(core.size)], tensor, timeout=timeout)
     for places in outputs[1:]:

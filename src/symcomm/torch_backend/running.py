@@ -12,6 +12,8 @@ import torch
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.failure import call_site, explain
+from symcomm.group.refusal import Refusals
+from symcomm.group.work import Batch
 from symcomm.ops import BY_NAME, CACHED
 from symcomm.torch_backend import values, versions
 from symcomm.torch_backend.arguments import Given, is_async
@@ -61,6 +63,7 @@ class Running:
     _operations_before: int
     _engines: Engines
     _coalescing: list[Any] | None = None  # works since start_coalescing()
+    _batch: Batch | None = None  # what they have in common
     _hook: Any = None
     _debug_checks: DebugChecks | None = None
     _intercepted = False
@@ -68,14 +71,15 @@ class Running:
     def _call(self, name: str, given: Given, *args: Any, result: Sequence[Any] | None = None) -> Any:
         """Run our collective of that name and wrap its work for torch. Tensors of other devices go to their engine."""
         op = BY_NAME[name]
-        result = list(result) if result is not None else _flat(args[0]) if args else []
-        inputs = _flat(args[1]) if op.inputs and op.outputs else result
-        group: Any = self.core
-        if (tensors := inputs or result) and not tensors[0].is_cpu:
-            device = tensors[0].device
-            group = self._engines.ours(device)
-            if group is None:
-                return self._engines.forward(name, args, given.options, given.timeout, device)
+        with Refusals(self.core):
+            result = list(result) if result is not None else _flat(args[0]) if args else []
+            inputs = _flat(args[1]) if op.inputs and op.outputs else result
+            group: Any = self.core
+            device = next((t.device for t in (inputs or result)[:1] if not t.is_cpu), None)
+            if device is not None:
+                group = self._engines.ours(device)
+        if group is None:
+            return self._engines.forward(name, args, given.options, given.timeout, device)
         method, name = getattr(group, name), _TORCH_NAMES.get(name, name)
         if self._debug_checks is not None:
             self._debug_checks.check(name, inputs, result)
@@ -93,7 +97,7 @@ class Running:
     def _run_as_torch_work(
         self, name: str, method: Callable[..., Any], args: tuple[Any, ...], given: Given, result: list[Any]
     ) -> Any:
-        asynchronous = is_async(given.options) or self._coalescing is not None
+        asynchronous = is_async(given.options) if self._coalescing is None else self._batch
         begun, seconds = time.monotonic(), given.seconds
         limit = seconds or self.core.timeout
         try:
@@ -113,6 +117,10 @@ class Running:
         if self._hook is not None:
             self._tell(work, time.monotonic() - begun)
         return work
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the others that this rank makes no call, and why."""
+        self.core.refuse(error)
 
     def _tell(self, work: Any, ago: float) -> None:
         """Call the completion hook once the work has ended. ``ago``: seconds since it began."""
@@ -223,12 +231,12 @@ class Running:
         if (other := self._other_than_cpu(device)) is not None:
             other._start_coalescing(device)
         else:
-            self._coalescing = []
+            self._coalescing, self._batch = [], Batch()
             self._set_plain()
 
     def end_coalescing(self, device: Any = None) -> Any:
         if (other := self._other_than_cpu(device)) is not None:
             return other._end_coalescing(device)
-        works, self._coalescing = self._coalescing or [], None
+        works, self._coalescing, self._batch = self._coalescing or [], None, None
         self._set_plain()
         return AllOf(works) if works else done

@@ -7,17 +7,22 @@ from typing import Any
 import torch
 
 from symcomm import errors
+from symcomm.group.refusal import Refusals
+from symcomm.group.request import to_redop
 from symcomm.types import RedOpType
 
 
-def all_reduce_sparse(core: Any, tensor: Any, redop: RedOpType, timeout: float | None) -> Any:
+def all_reduce_sparse(core: Any, tensor: Any, op: Any, timeout: float | None) -> Any:
     """``tensor`` becomes the sum over all ranks, and is returned."""
-    if redop is not RedOpType.SUM:
-        raise errors.bad_argument(
-            "all_reduce: unsupported reduction operation", "op", redop.name, "SUM for sparse tensors", "use .to_dense()"
-        )
-    mine = tensor.coalesce()
-    facts = torch.tensor([mine._nnz(), mine.sparse_dim(), *mine.shape], dtype=torch.int64)
+    with Refusals(core):
+        redop = to_redop("all_reduce", op)[0]
+        if redop is not RedOpType.SUM:
+            raise errors.bad_argument(
+                "all_reduce: unsupported reduction operation", "op", redop.name, "SUM for sparse tensors",
+                "use .to_dense()",
+            )  # fmt: skip
+        mine = tensor.coalesce()
+        facts = torch.tensor([mine._nnz(), mine.sparse_dim(), *mine.shape], dtype=torch.int64)
     everyone = [torch.empty_like(facts) for _ in range(core.size)]
     core.all_gather(everyone, facts, timeout=timeout)
     if any(not torch.equal(e[1:], facts[1:]) for e in everyone):

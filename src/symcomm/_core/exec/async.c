@@ -35,13 +35,22 @@ static struct request *take(struct worker *w) {
     return r;
 }
 
+static int64_t run_request(struct group *g, struct request *r) {
+    if (leave_is_done(g)) return STATUS_LEFT;
+    if (r->plan == NULL) return exec_refuse(g, r->words, r->n_words, r->timeout, r->from);
+    if (r->batch && r->batch->refused) return r->batch->refused;
+    int64_t status = exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
+    if (r->batch && (status & 0xff) == STATUS_REFUSED) r->batch->refused = status;
+    return status;
+}
+
 static void *work(void *argument) {
     struct worker *w = argument;
     struct group *g = w->group;
     struct request *r;
     while ((r = take(w)) != NULL) {
         symcomm_awaited = &r->awaited;
-        r->status = leave_is_done(g) ? STATUS_LEFT : exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
+        r->status = run_request(g, r);
         bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
         if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
         atomic_store(&g->ended, r->place); /* the next one has time again */
@@ -162,7 +171,18 @@ void async_release(struct request *r) {
     if (atomic_fetch_sub_explicit(&r->references, 1, memory_order_acq_rel) > 1) return;
     free((void *)r->buffers.in);
     free((void *)r->buffers.out);
+    free(r->words);
+    async_leave_batch(r->batch);
     free(r);
+}
+
+void async_join_batch(struct request *r, struct batch *b) {
+    atomic_fetch_add_explicit(&b->references, 1, memory_order_relaxed);
+    r->batch = b;
+}
+
+void async_leave_batch(struct batch *b) {
+    if (b && atomic_fetch_sub_explicit(&b->references, 1, memory_order_acq_rel) == 1) free(b);
 }
 
 /* Once a thread was joined, another may go by its name. */
@@ -197,7 +217,7 @@ void async_at_end(struct group *g, void (*on_exit)(void *), void *argument) {
 
 static char **copy_addresses(char *const *addresses, int n) {
     char **copy = malloc(sizeof(char *) * (size_t)(n + 1));
-    if (copy) memcpy(copy, addresses, sizeof(char *) * (size_t)n);
+    if (copy && n) memcpy(copy, addresses, sizeof(char *) * (size_t)n);
     return copy;
 }
 
@@ -210,6 +230,18 @@ struct request *async_request(struct group *g, const struct plan *p, const struc
     if (own.in && own.out) return r;
     async_release(r);
     return NULL;
+}
+
+struct request *async_refusal(struct group *g, const char *words, size_t n, int64_t timeout, struct origin from) {
+    struct buffers none = {NULL, NULL, 0, 0};
+    struct request *r = async_request(g, NULL, &none, timeout, from);
+    if (r == NULL || (r->words = malloc(n ? n : 1)) == NULL) {
+        if (r) async_release(r);
+        return NULL;
+    }
+    memcpy(r->words, words, n);
+    r->n_words = n;
+    return r;
 }
 
 int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,

@@ -3,9 +3,19 @@
 
 #include "exec/exec.h"
 
+/* Requests of one call that is made of several operations: after one that was refused the rest does not run, on any
+ * rank. Only the worker looks. */
+struct batch {
+    _Atomic int references;
+    int64_t refused; /* its status; 0: none yet */
+};
+
 struct request {
     struct group *group;
-    const struct plan *plan;
+    const struct plan *plan; /* NULL: the rank refuses its call */
+    char *words;             /* why */
+    size_t n_words;
+    struct batch *batch; /* or NULL */
     struct buffers buffers;
     int64_t timeout;
     struct origin from;
@@ -23,6 +33,10 @@ struct request {
 /* With one reference, the caller's, and copies of the buffers' addresses. NULL: no memory. */
 struct request *async_request(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
                               struct origin from);
+/* A call that is refused, told in its turn. NULL: no memory. */
+struct request *async_refusal(struct group *g, const char *words, size_t n, int64_t timeout, struct origin from);
+void async_join_batch(struct request *r, struct batch *b);
+void async_leave_batch(struct batch *b);
 /* Takes the caller's reference for the worker as well. 0, or -1 when no thread could be started. */
 int async_submit(struct group *g, struct request *r);
 /* A blocking call that has to wait its turn behind asynchronous ones, so that operations keep their order. */

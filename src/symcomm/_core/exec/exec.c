@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "exec/cma.h"
+#include "exec/refusal.h"
 #include "group/group.h"
 #include "group/symmetric.h"
 #include "memory/isolate.h"
@@ -153,13 +154,13 @@ static uint64_t signature_of(const struct plan *p) {
     return (uint64_t)p->collective | (uint64_t)p->dtype << 8 | (uint64_t)p->redop << 16 | (uint64_t)p->root << 24;
 }
 
-static void arrive(struct run *x, int64_t in_offset, int64_t out_offset, bool attached) {
+static void arrive(struct run *x, uint64_t signature, int64_t in_offset, int64_t out_offset, bool attached) {
     struct control *me = block_of(x->v, x->g->rank);
     struct arrival *a = &me->arrival[x->half];
     if ((x->g->seq & 0xffffffff) == 0) /* a signal of 2^40 operations ago would pass for one of today's */
         atomic_store_explicit(&me->progress, x->g->seq << PLAN_SIGNAL_BITS, memory_order_relaxed);
-    atomic_store_explicit(&a->signature, signature_of(x->p), memory_order_relaxed);
-    atomic_store_explicit(&a->count, (uint64_t)x->p->count, memory_order_relaxed);
+    atomic_store_explicit(&a->signature, signature, memory_order_relaxed);
+    atomic_store_explicit(&a->count, x->p ? (uint64_t)x->p->count : 0, memory_order_relaxed);
     atomic_store_explicit(&a->in_offset, in_offset, memory_order_relaxed);
     atomic_store_explicit(&a->out_offset, out_offset, memory_order_relaxed);
     atomic_store_explicit(&a->attached, attached, memory_order_relaxed);
@@ -183,10 +184,39 @@ static int find_mismatch(struct run *x) {
     return -1;
 }
 
+/* The first rank that has arrived at this operation and refuses its call, or -1. */
+static int find_refusal(struct run *x) {
+    for (int r = 0; r < x->g->world; r++) {
+        struct arrival *a = arrival_of(x, r);
+        if (atomic_load_explicit(&a->seq, memory_order_acquire) == x->g->seq &&
+            atomic_load_explicit(&a->signature, memory_order_relaxed) == REFUSED_CALL)
+            return r;
+    }
+    return -1;
+}
+
+/* A refusal is nobody's failure: whatever the others called, it did not take place, and the next operation may. */
 static int compare_calls(void *context) {
     struct run *x = context;
     int other = find_mismatch(x);
-    return other >= 0 ? sync_fail(x->v, STATUS_MISMATCH, other) : STATUS_OK;
+    if (other < 0) return STATUS_OK;
+    int refused = find_refusal(x);
+    if (refused < 0) return sync_fail(x->v, STATUS_MISMATCH, other);
+    refusal_keep(x->v, x->g->seq, refused);
+    return STATUS_REFUSED;
+}
+
+/* Whoever refuses a call, or learns that another did, leaves the operation before it has seen all ranks there. Before
+ * it writes anything of the next one, they must have come: only then has everybody left the one before, whose arrival
+ * and half of the staging area this one uses again. */
+static int await_previous(const struct visit *v, struct deadline *deadline) {
+    struct group *g = v->group;
+    if (!atomic_load_explicit(&g->unawaited, memory_order_relaxed)) return STATUS_OK;
+    struct condition c = {.kind = WAIT_ARRIVED_ALL, .target = g->seq};
+    int status = sync_wait(v, &c, deadline);
+    if (status == STATUS_OK) atomic_store_explicit(&g->unawaited, false, memory_order_relaxed);
+    else sync_void(v);
+    return status;
 }
 
 /* Waits for all arrivals. Two that differ end the wait, however long a third one takes. */
@@ -268,7 +298,7 @@ static int run_whole(struct run *x) {
     bool skip_head =
         p->has_direct && p->needs[g->rank] && (attached || satisfies(p->needs[g->rank], in_offset, x->out_offset));
     if (!skip_head && (status = run_part(x, PLAN_HEAD))) return status;
-    arrive(x, in_offset, x->out_offset, attached);
+    arrive(x, signature_of(p), in_offset, x->out_offset, attached);
     if ((status = await_arrivals(x))) return status;
     return run_body(x, skip_head);
 }
@@ -310,38 +340,54 @@ static int run_locked(const struct visit *v, const struct plan *p, const struct 
     int status = sync_aborted(v);
     bool late = status == STATUS_MISMATCH && atomic_load(&me->abort_seq) == g->seq + 1;
     if (status && !late) return status;
+    struct deadline deadline = {.timeout = timeout};
+    if (!late && (status = await_previous(v, &deadline))) return status;
     atomic_store_explicit(&g->seq, g->seq + 1, memory_order_release); /* with the lock held */
     struct run x = {.v = v,
                     .g = g,
                     .p = p,
                     .b = b,
-                    .deadline = {.timeout = timeout},
+                    .deadline = deadline,
                     .out_offset = -1,
                     .half = (int)(g->seq & 1),
                     .nontemporal = nt_pays(p->copied_bytes * (uint64_t)g->world)};
     if (late) {
         atomic_store(&me->arrival[x.half].left, g->seq);
-        arrive(&x, -1, -1, false); /* so that everybody's error names this call too */
+        arrive(&x, signature_of(p), -1, -1, false); /* so that everybody's error names this call too */
         return status;
     }
     status = run_whole(&x);
     if (status == STATUS_OK && sync_is_void(v, g->seq)) status = sync_aborted(v);
     if (p->writes_outputs) atomic_store_explicit(&me->arrival[x.half].left, g->seq, memory_order_release);
-    if (status != STATUS_OK) abandon(&x);
+    if (status == STATUS_REFUSED) atomic_store_explicit(&g->unawaited, true, memory_order_relaxed);
+    else if (status != STATUS_OK) abandon(&x);
     return status;
 }
 
-/* With the group's lock held. */
+static int refuse_locked(const struct visit *v, const char *words, size_t n, int64_t timeout) {
+    struct group *g = v->group;
+    struct deadline deadline = {.timeout = timeout};
+    int status = sync_aborted(v);
+    if (status || (status = await_previous(v, &deadline))) return status;
+    atomic_store_explicit(&g->seq, g->seq + 1, memory_order_release);
+    struct run x = {.v = v, .g = g, .half = (int)(g->seq & 1)};
+    refusal_publish(v, g->seq, words, n);
+    arrive(&x, REFUSED_CALL, -1, -1, false);
+    atomic_store_explicit(&g->unawaited, true, memory_order_relaxed);
+    return STATUS_OK;
+}
+
+/* With the group's lock held. No plan: a call that is refused. */
 static struct flight_entry *record(struct group *g, const struct plan *p, uint64_t now, struct origin from,
                                    uint64_t *number) {
     struct flight_facts facts = {.seq = g->seq + 1,
-                                 .signature = signature_of(p),
-                                 .count = (uint64_t)p->count,
+                                 .signature = p ? signature_of(p) : REFUSED_CALL,
+                                 .count = p ? (uint64_t)p->count : 0,
                                  .created = from.created ? from.created : now,
                                  .site = from.site,
                                  .group = g->flight_group,
                                  .path = FLIGHT_STAGED | from.way,
-                                 .plan = (uint8_t)p->algorithm,
+                                 .plan = p ? (uint8_t)p->algorithm : 0,
                                  .exact_site = from.exact_site};
     return flight_begin(g->flight, &facts, number);
 }
@@ -349,7 +395,7 @@ static struct flight_entry *record(struct group *g, const struct plan *p, uint64
 int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from) {
     struct visit v;
     if (!visit_lock(&v, g)) return STATUS_NESTED;
-    int64_t seq = (int64_t)g->seq + 1; /* also when it is refused, and not counted */
+    int64_t seq = (int64_t)g->seq + 1; /* also when it cannot run, and is not counted */
     uint64_t now = symcomm_ticks(), number = 0;
     atomic_store_explicit(&g->started, now, memory_order_relaxed);
     g->recording = record(g, p, now, from, &number);
@@ -359,4 +405,28 @@ int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b,
     g->recording = NULL;
     visit_unlock(&v);
     return status ? status | seq << 8 : 0;
+}
+
+int64_t exec_refuse(struct group *g, const char *words, size_t n, int64_t timeout, struct origin from) {
+    struct visit v;
+    if (!visit_lock(&v, g)) return STATUS_NESTED;
+    uint64_t number = 0;
+    g->recording = record(g, NULL, symcomm_ticks(), from, &number);
+    int status = refuse_locked(&v, words, n, timeout);
+    flight_end(g->recording, number, status ? status : STATUS_REFUSED);
+    g->recording = NULL;
+    visit_unlock(&v);
+    return status;
+}
+
+bool exec_may_wait(struct group *g) {
+    struct visit v;
+    if (!atomic_load_explicit(&g->unawaited, memory_order_relaxed) || !visit_begin(&v, g)) return false;
+    uint64_t seq = g->seq;
+    int here = 0; /* ranks below it are there */
+    while (here < g->world &&
+           atomic_load_explicit(&block_of(&v, here)->arrival[seq & 1].seq, memory_order_relaxed) == seq)
+        here++;
+    visit_end(&v);
+    return here < g->world;
 }

@@ -5,7 +5,7 @@
 #include "module/arguments.h"
 #include "module/gil.h"
 
-static const char REQUEST[] = "symcomm.request";
+static const char REQUEST[] = "symcomm.request", BATCH[] = "symcomm.batch";
 
 static void drop_plan(PyObject *capsule) { plan_free(PyCapsule_GetPointer(capsule, PLAN_CAPSULE)); }
 
@@ -70,11 +70,23 @@ static void call_back(struct request *r) {
 
 static void drop_request(PyObject *capsule) { async_release(PyCapsule_GetPointer(capsule, REQUEST)); }
 
+static void drop_batch(PyObject *capsule) { async_leave_batch(PyCapsule_GetPointer(capsule, BATCH)); }
+
+static PyObject *make_batch(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)) {
+    struct batch *b = calloc(1, sizeof *b);
+    if (b == NULL) return PyErr_NoMemory();
+    b->references = 1;
+    return PyCapsule_New(b, BATCH, drop_batch);
+}
+
 static PyObject *submit(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     struct call c;
-    if (expect_arguments(n_args, 7, "submit") < 0 || !read_call(&c, args)) return NULL;
+    if (expect_arguments(n_args, 8, "submit") < 0 || !read_call(&c, args)) return NULL;
+    struct batch *batch = args[7] == Py_None ? NULL : PyCapsule_GetPointer(args[7], BATCH);
+    if (PyErr_Occurred()) return NULL;
     struct request *r = async_request(c.group, c.plan, &c.buffers, c.timeout, c.from);
     if (r == NULL) return PyErr_NoMemory();
+    if (batch) async_join_batch(r, batch);
     if (args[6] != Py_None) r->context = Py_NewRef(args[6]), r->finished = call_back;
     PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
     if (capsule && async_submit(c.group, r) < 0) {
@@ -84,6 +96,27 @@ static PyObject *submit(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssi
     }
     if (capsule) count_call(&c.group->collectives, true, true);
     return capsule;
+}
+
+/* refuse(group, words, timeout_ns, site) -> 0, or why nobody was told. Returns at once: where it would have to wait,
+ * for operations that are queued or for peers, the group's thread does. */
+static PyObject *refuse(PyObject *Py_UNUSED(self), PyObject *args) {
+    struct group *g;
+    const char *words;
+    Py_ssize_t n;
+    long long timeout;
+    unsigned int site;
+    if (!PyArg_ParseTuple(args, "O&y#LI", convert_group, &g, &words, &n, &timeout, &site)) return NULL;
+    struct origin from = {.site = site, .exact_site = 1, .way = FLIGHT_SLOW_PATH};
+    struct request *r = NULL;
+    if (!async_idle(g) || exec_may_wait(g)) r = async_refusal(g, words, (size_t)n, timeout, from);
+    bool queued = r && async_submit(g, r) == 0;
+    if (r) async_release(r);
+    if (queued) return PyLong_FromLong(STATUS_OK);
+    int64_t status;
+    WITHOUT_GIL(status = exec_refuse(g, words, (size_t)n, timeout, from));
+    if (PyErr_Occurred()) return NULL;
+    return PyLong_FromLongLong(status);
 }
 
 /* request_wait(request, timeout_ns) -> status, or None when it is not done by then; a negative timeout only looks. */
@@ -120,7 +153,9 @@ static PyMethodDef methods[] = {
     METHOD(make_plan, METH_O, "(encoded) -> plan"),
     METHOD(plan_stage_bytes, METH_O, "(plan) -> how many bytes of a staging half it uses"),
     METHOD(run, METH_FASTCALL, "(group, plan, inputs, outputs, timeout_ns, site) -> status"),
-    METHOD(submit, METH_FASTCALL, "(group, plan, inputs, outputs, timeout_ns, site, callback) -> request"),
+    METHOD(submit, METH_FASTCALL, "(group, plan, inputs, outputs, timeout_ns, site, callback, batch) -> request"),
+    METHOD(make_batch, METH_NOARGS, "() -> what requests of one call have in common"),
+    METHOD(refuse, METH_VARARGS, "(group, words, timeout_ns, site): tell the others that this rank refuses its call."),
     METHOD(request_number, METH_O, "(request) -> which operation of its group it is"),
     METHOD(request_give_up, METH_O, "(request) -> status, once nobody uses its tensors any more"),
     METHOD(request_wait, METH_VARARGS, "(request, timeout_ns) -> status or None"),

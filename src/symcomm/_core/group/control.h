@@ -7,9 +7,11 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define CALL_BYTES 384 /* of a rank's words about its call */
-#define VOTE_BYTES 768 /* of its vote: two sets of MAX_WORLD ranks, and where its part of a new group lies */
-#define MAX_WORLD 1024 /* ranks of a group; also places in a step of a plan */
+#define CALL_BYTES 384    /* of a rank's words about its call */
+#define REFUSAL_BYTES 640 /* of its words about why it refused one */
+#define REFUSED_CALL 0xff /* the signature of a rank that takes a number but makes no call: it has refused it */
+#define VOTE_BYTES 768    /* of its vote: two sets of MAX_WORLD ranks, and where its part of a new group lies */
+#define MAX_WORLD 1024    /* ranks of a group; also places in a step of a plan */
 
 struct arrival { /* one cache line: the flag and all that others must know */
     _Atomic uint64_t seq;
@@ -54,6 +56,8 @@ struct control {
     _Atomic uint8_t departed[MAX_WORLD]; /* written by others: rank r will not touch this block again */
     _Atomic uint64_t agreed; /* rank 0's, for all to write: where the agreement of survivors stands (group/shrink.py) */
     _Atomic uint64_t token, token_address; /* a random number and where the owner has it, see exec/cma.c */
+    _Atomic uint32_t refusal_length[2];
+    char refusal_text[2][REFUSAL_BYTES]; /* by seq % 2, as arrivals: why the owner has refused that call */
     struct record call, vote;
     char call_text[2][CALL_BYTES]; /* what this rank was doing, once something went wrong */
     char vote_text[2][VOTE_BYTES];

@@ -6,6 +6,7 @@
 #include "exec/cma.h"
 #include "exec/dispatch_cache.h"
 #include "exec/exec.h"
+#include "exec/refusal.h"
 #include "memory/isolate.h"
 #include "memory/life.h"
 #include "module/arguments.h"
@@ -22,6 +23,7 @@ static void free_group(struct group *g) {
     free(g->readable);
     free((void *)g->life);
     async_free(g);
+    refusals_free(g);
     free(g);
 }
 
@@ -324,6 +326,7 @@ static const struct constant constants[] = {
     CONSTANT(STATUS_HALF_SENT),
     CONSTANT(STATUS_NESTED),
     CONSTANT(STATUS_UNREADABLE),
+    CONSTANT(STATUS_REFUSED),
     CONSTANT(STATUS_SIZE),
     {NULL, 0},
 };

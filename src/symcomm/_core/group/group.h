@@ -57,6 +57,8 @@ struct group {
     /* Of asynchronous operations, numbered as they are queued: the last that has ended, and the last that somebody
      * waits for no longer. */
     _Atomic uint64_t ended, given_up;
+    _Atomic bool unawaited;                  /* the last operation was left before all ranks were seen to come */
+    _Atomic(struct refusals *) refusals;     /* the last that peers told of, see exec/refusal.c; NULL: none yet */
     struct worker *_Atomic worker;           /* runs asynchronous operations, see exec/async.c; NULL until first used */
     struct ways collectives, messages, puts; /* statistics */
 };

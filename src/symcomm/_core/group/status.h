@@ -13,5 +13,6 @@ enum status {
     STATUS_HALF_SENT = 8,   /* origin gave up a message to culprit when part of it was on its way */
     STATUS_NESTED = 9,      /* a signal handler called it while its own thread is in another operation of the group */
     STATUS_UNREADABLE = 10, /* origin could not read culprit's tensor */
+    STATUS_REFUSED = 11,    /* some rank refused its call: the operation did not take place, and the group lives on */
     STATUS_SIZE = 32,       /* of a message: it has another length or dtype than the receive */
 };

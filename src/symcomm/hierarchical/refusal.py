@@ -1,0 +1,72 @@
+"""Calls that a rank refuses, told across hosts.
+
+The ranks of its host find the refusal in the first step of the operation, where it takes the place of that rank's
+arrival. It sends the leaders of the other hosts a message; they find it while they wait for that host's arrival, and
+refuse the next step on their own hosts, where all others wait for them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from symcomm._core import native
+from symcomm.group.failure import Site, format_site
+from symcomm.group.refusal import pack
+from symcomm.hierarchical.failure import REACH, OperationRefused
+from symcomm.hierarchical.session import ProtocolViolation
+
+MOST = 10_000  # calls that ranks have refused and this one has not come to
+
+
+class RefusalsAcrossHosts:
+    """Those of one group."""
+
+    def __init__(self, group: Any):
+        self._ref = weakref.ref(group)  # must not keep the group alive
+        self._elsewhere: dict[int, bytes] = {}  # by sequence number: what a rank of another host told
+
+    @property
+    def _group(self) -> Any:
+        return self._ref()
+
+    def tell(self, error: Exception, site: Site) -> None:
+        """This rank refuses its next call."""
+        group = self._group
+        words = format_site(site)
+        told = pack(group.rank, error, words)
+
+        def act() -> None:
+            seq = group.doing[0] + 1
+            group.doing = (seq, "a call that it refused", words)
+            native.refuse(group.local.handle, told, group.timeout_ns, group.arena.flight.site(site))
+            for host in group.layout.others:
+                message = {"kind": "refusal", "seq": seq, "told": told.decode()}
+                group.tell(group.layout.leader(host), message, timeout=REACH)
+
+        group.queue(act, "refusal", site)
+
+    def note(self, rank: int, header: dict[str, Any]) -> None:
+        """Called in the control channel's thread."""
+        group = self._group
+        with group.cond:
+            for past in [seq for seq in self._elsewhere if seq < group.doing[0]]:
+                del self._elsewhere[past]
+            if len(self._elsewhere) >= MOST:
+                raise ProtocolViolation("refused more calls than this rank can be behind")
+            if header["seq"] >= group.doing[0]:
+                self._elsewhere[header["seq"]] = header["told"].encode()
+        group.notify()
+
+    def check(self, seq: int) -> None:
+        """Raise if a rank of another host has refused its call of this operation."""
+        with self._group.cond:
+            told = self._elsewhere.pop(seq, None)
+        if told is not None:
+            raise OperationRefused(told, is_news=True)
+
+    def pass_on(self, refusal: OperationRefused) -> None:
+        """To the ranks of this host, if they cannot know."""
+        group = self._group
+        if refusal.is_news and refusal.told is not None and len(group.layout.here) > 1:
+            native.refuse(group.local.handle, refusal.told, group.timeout_ns, 0)
