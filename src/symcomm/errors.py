@@ -6,6 +6,7 @@ The tree says whose fault it is::
       CallerError                 fix the call
         BadArgumentError            an argument is wrong (also a ValueError)
           WrongTypeError              it is of a type that the call does not take (also a TypeError)
+          UnsupportedTensorError      a tensor of a kind that no collective takes (also a NotImplementedError)
         CollectiveMismatchError     ranks made different calls
         CallRefusedError            another rank refused its part of a call
         GroupUnusableError          the group was destroyed, aborted, or failed before
@@ -39,7 +40,7 @@ __all__ = [
     "BadArgumentError", "CallRefusedError", "CallerError", "CollectiveMismatchError", "DeadlineError",
     "GroupUnusableError", "InternalError", "NoQuorumError", "PeerError", "QueueEmptyError", "RankFailedError",
     "RendezvousError", "ResourceError", "StoreAuthError", "StoreConnectionError", "StoreDeadlineError",
-    "StoreUnreachableError", "SymcommError", "WrongTypeError",
+    "StoreUnreachableError", "SymcommError", "UnsupportedTensorError", "WrongTypeError",
 ]  # fmt: skip
 
 
@@ -57,6 +58,10 @@ class BadArgumentError(CallerError, ValueError):
 
 class WrongTypeError(BadArgumentError, TypeError):
     """An argument is of a type that the call does not take."""
+
+
+class UnsupportedTensorError(BadArgumentError, NotImplementedError):
+    """A tensor is quantized, sparse or laid out in a way that the call does not take."""
 
 
 class CollectiveMismatchError(CallerError):
@@ -223,6 +228,11 @@ def bad_argument(call: str, argument: str, got: object, allowed: str, fix: str =
 def wrong_type(call: str, argument: str, got: object, allowed: str, fix: str = "") -> WrongTypeError:
     """The same of an argument that is of another type altogether."""
     return WrongTypeError(str(bad_argument(call, argument, got, allowed, fix)))
+
+
+def unsupported(call: str, argument: str, got: object, allowed: str, fix: str = "") -> UnsupportedTensorError:
+    """The same of a tensor of a kind that nobody has made the call for."""
+    return UnsupportedTensorError(str(bad_argument(call, argument, got, allowed, fix)))
 
 
 def nan_found(call: str, number: int, tensor: str, rank: int, group: str) -> CallerError:

@@ -12,7 +12,7 @@ from symcomm import _core
 from symcomm._core import native
 
 STUB = ast.parse(Path(_core.__file__).with_name("_native.pyi").read_text())
-HANDLES = {"Group", "Plan", "Request", "Message", "Pads", "Window"}  # capsules: their classes are the stub's alone
+HANDLES = {"Group", "Plan", "Request", "Batch", "Message", "Pads", "Window"}  # capsules: only the stub has classes
 FUNCTIONS = {node.name: node for node in STUB.body if isinstance(node, ast.FunctionDef)}
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
 CONSTANTS = {

@@ -51,6 +51,9 @@ def _refused(group: Any) -> list[str]:
     if group.rank == 0:
         with pytest.raises(errors.BadArgumentError, match="2 objects, one for each rank"):
             group.scatter_object(["only one"])
+    else:
+        with pytest.raises(errors.CallRefusedError, match="rank 0 refused its call .* 2 objects, one for each rank"):
+            group.scatter_object()
     group.barrier()
     return said
 

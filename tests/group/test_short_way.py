@@ -416,6 +416,10 @@ def _empty_lists(g: ProcessGroup) -> None:
             assert ways_of(g, lambda refused=refused: pytest.raises(errors.BadArgumentError, refused)) == times(
                 SHORT, 0
             )
+    else:
+        for _ in range(3):
+            with pytest.raises(errors.CallRefusedError, match="rank 0 refused its call"):
+                g.barrier()
     g.barrier()
 
 

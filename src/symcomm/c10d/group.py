@@ -289,12 +289,18 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
     getSize = size
 
     def name(self) -> str:
+        """What a subclass says, or the kind of the default backend."""
+        if type(self).getBackendName is not ProcessGroup.getBackendName:
+            return self.getBackendName()
+        return self._kind_name()
+
+    def _kind_name(self) -> str:
         if self._default is not BackendType.UNDEFINED:
             return self._default.name.lower()
         return "symcomm" if self._store is not None else "undefined"
 
     _get_backend_name = name
-    getBackendName = name
+    getBackendName = _kind_name
 
     def _id(self) -> int:
         return id(self)

@@ -97,11 +97,33 @@ View = TypeVar("View", bound=Buffer)
 def _assign(target: Any, source: Any) -> None:
     if hasattr(target, "copy_"):
         torch = sys.modules["torch"]
+        target, source = _fold(target, source)
         # In inference mode's own tensors nobody else may write, and this may be another thread.
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(source)
     else:
         target[...] = source
+
+
+# The calls of which torch's own backends take outputs whose elements share memory.
+TAKES_EXPANDED = ("all_reduce", "reduce", "broadcast", "scatter", "all_to_all_single")
+
+
+def _shared_dimensions(tensor: Any) -> list[int]:
+    """Along which all elements are one, as expand() makes them."""
+    return [d for d, (step, n) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)) if step == 0 and n > 1]
+
+
+def _fold(target: Any, result: Any) -> tuple[Any, Any]:
+    """Both without the dimensions along which ``target`` has one element: ``result`` has to have one value there."""
+    for d in _shared_dimensions(target):
+        first = result.narrow(d, 0, 1)
+        if not sys.modules["torch"].equal(first.expand_as(result), result):
+            raise errors.BadArgumentError(
+                "the result differs between elements of an expanded output, which are one in memory; pass a .clone()."
+            )
+        target, result = target.narrow(d, 0, 1), first
+    return target, result
 
 
 def _is_torch(tensor: Any) -> bool:
@@ -127,7 +149,7 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
         fix = _ELSEWHERE.get(tensor.device.type, "move it with .cpu()")
         raise errors.bad_argument(call, name, f"a tensor on {tensor.device}", "a CPU tensor", fix)
     if tensor.layout is not sys.modules["torch"].strided:
-        raise errors.bad_argument(
+        raise errors.unsupported(
             call, name, f"a {tensor.layout} tensor", "dense", "use .to_dense(), or gloo for sparse sums"
         )
     return dense_view(Buffer, call, name, _with_memory(call, name, tensor.detach(), write), write)
@@ -137,11 +159,12 @@ def dense_view(kind: type[View], call: str, name: str, tensor: Any, write: bool)
     """A dense tensor of torch's, or a copy where it is not contiguous."""
     dtype = torch_dtypes().get(tensor.dtype)
     if dtype is None:
-        raise errors.bad_argument(call, name, tensor.dtype, "a number, bool or complex dtype", "convert it first")
+        refuse = errors.unsupported if tensor.is_quantized else errors.bad_argument
+        raise refuse(call, name, tensor.dtype, "a number, bool or complex dtype", "convert it first")
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return kind(tensor.data_ptr(), tensor.numel(), dtype, tensor)
     tensor = tensor.detach()
-    if write and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
+    if write and call not in TAKES_EXPANDED and _shared_dimensions(tensor):
         raise errors.bad_argument(
             call, name, "an expanded tensor", "a tensor whose elements do not share memory", "pass a .clone()"
         )

@@ -77,6 +77,7 @@ def _inner_folders() -> tuple[str, ...]:
     ours = tuple(
         PACKAGE + name + os.sep for name in ("group", "store", "hierarchical", "cuda", "torch_backend", "c10d", "ddp")
     )
+    ours = (*ours, contextlib.__file__)  # of a ``with`` around calls, as torch's coalescing
     torch = sys.modules.get("torch")
     return (*ours, os.path.dirname(torch.__file__) + os.sep) if torch is not None and torch.__file__ else ours
 

@@ -164,8 +164,11 @@ class Work(Outcome):
                 seconds = time.monotonic() - self._started
                 self._error = self._group.fail_with_status(status, self._call, self._site, seconds, explain)
             else:
-                for buffer in self.outputs:
-                    buffer.finish()
+                try:
+                    for buffer in self.outputs:
+                        buffer.finish()
+                except Exception as error:  # of this rank alone: its output cannot hold what came
+                    self._error = error
             self.settled = True
             self.seconds = time.monotonic() - self._started
             self.kept = self._group = None

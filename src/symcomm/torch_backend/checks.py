@@ -33,6 +33,17 @@ def root_tensor(call: str, options: Any, count: int) -> int:
     return number
 
 
+def tag(call: str, number: Any) -> None:
+    """Of a message. Ours may be negative, torch's may not."""
+    if number < 0:
+        raise _refuse(call, "Tag must be nonnegative", "tag", number, "0 or more")
+
+
+def dense(call: str, name: str, tensor: Any) -> None:
+    if tensor.layout is not torch.strided:
+        raise errors.unsupported(call, name, f"a {tensor.layout} tensor", "dense", "use .to_dense()")
+
+
 def non_empty(call: str, tensors: Any, what: str = "tensor list") -> None:
     if isinstance(tensors, (list, tuple)) and not tensors:
         raise _refuse(call, f"requires non-empty {what}", "tensors", "an empty list", "at least one tensor")
@@ -55,6 +66,7 @@ def alike(call: str, tensors: Sequence[Any], like: Any = None, sizes: bool = Tru
     first = tensors[0] if like is None else like
     for k, tensor in enumerate(tensors):
         if tensor.layout != first.layout:
+            dense(call, f"tensors[{k}]", first)
             raise _refuse(
                 call, f"invalid tensor layout at index {k}", f"tensors[{k}]", tensor.layout, f"{first.layout}"
             )
@@ -71,8 +83,7 @@ def all_reduce_coalesced(tensors: Sequence[Any]) -> None:
     call = "all_reduce_coalesced"
     non_empty(call, tensors)
     alike(call, tensors, sizes=False, other_type="tensors must all have the same type")
-    if tensors[0].layout != torch.strided:
-        raise _refuse(call, "unsupported layout", "tensors", tensors[0].layout, "dense")
+    dense(f"{call}: unsupported layout", "tensors", tensors[0])
 
 
 def _one_per_rank(call: str, side: str, lists: Any, like: Any, size: int) -> list[Any]:
@@ -162,6 +173,8 @@ def all_gather_coalesced(outputs: Sequence[Any], inputs: Sequence[Any], size: in
 def splits(output: Any, input: Any, output_splits: Sequence[int], input_splits: Sequence[int], size: int) -> None:
     """The splits of all_to_all_single: rows for each rank; empty: equal parts."""
     call = "all_to_all_single"
+    dense(call, "input", input)
+    dense(call, "output", output)
     if not input.is_contiguous():
         raise _refuse(call, "Tensors must be contiguous", "input", "one that is not", "contiguous")
     for name, tensor, rows in (("output", output, output_splits), ("input", input, input_splits)):

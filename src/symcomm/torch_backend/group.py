@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -42,6 +43,13 @@ _GATHER, _GATHER_SINGLE, _SCATTER = numbers_of("gather", "gather_single", "scatt
 
 def _first(lists: Any) -> Any:
     return lists[0] if lists and isinstance(lists, (list, tuple)) else None
+
+
+def _with_names(function: Any, **names: str) -> Any:
+    """The same function, whose parameters have other names. One that calls it would cost every call."""
+    code = function.__code__
+    other = tuple(names.get(name, name) for name in code.co_varnames)
+    return FunctionType(code.replace(co_varnames=other), function.__globals__, function.__name__, function.__defaults__)
 
 
 class TorchGroup(NewerTorch, dist.ProcessGroup):
@@ -87,10 +95,15 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
 
     # --- reductions -------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
+    # Behind the star: what another form of the call names its tensors, see overloads.py.
+
+    def allreduce(
+        self, tensors: Any = None, opts: Any = None, op: Any = None, timeout: Any = None, *, tensor: Any = None
+    ) -> Any:
         is_plain = op is None and timeout is None
         if is_plain and (work := self._fast_path(_ALL_REDUCE, tensors, tensors, opts)) is not None:
             return work
+        tensors = tensors if tensor is None else tensor
         with Refusals(self):
             given = sort_out("allreduce", [tensors], opts, op=op, timeout=timeout)
             several = isinstance(tensors, (list, tuple)) and len(tensors) != 1
@@ -110,10 +123,14 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
             args = once_each(tensors), given.redop
         return self._call("all_reduce_coalesced", given, *args, result=tensors)
 
-    def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
+    def reduce(
+        self, tensors: Any = None, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None, *,
+        tensor: Any = None,
+    ) -> Any:  # fmt: skip
         is_plain = root is None and op is None and timeout is None
         if is_plain and (work := self._fast_path(_REDUCE, tensors, tensors, opts)) is not None:
             return work
+        tensors = tensors if tensor is None else tensor
         with Refusals(self):
             given = sort_out("reduce", [tensors], opts, root=root, op=op, timeout=timeout)
             checks.root_rank("reduce", given.root, self.core.size)
@@ -123,17 +140,19 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         return self._call("reduce", given, *args)
 
     def reduce_scatter(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
-    ) -> Any:
+        self, output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, op: Any = None,
+        timeout: Any = None, *, output: Any = None, input: Any = None,
+    ) -> Any:  # fmt: skip
         if op is None and timeout is None and output_tensors and isinstance(output_tensors, (list, tuple)):
             work = self._fast_path(_REDUCE_SCATTER, _first(input_tensors), output_tensors, opts)
             if work is not None:
                 return work
+        tensors = (output_tensors if output is None else output, input_tensors if input is None else input)
         with Refusals(self):
-            output = single("reduce_scatter", output_tensors, "output tensor list")
-            pieces = one_list("reduce_scatter", "inputs", input_tensors)
-            given = sort_out("reduce_scatter", (output_tensors, input_tensors), opts, op=op, timeout=timeout)
-            args = output, pieces, given.redop
+            place = single("reduce_scatter", tensors[0], "output tensor list")
+            pieces = one_list("reduce_scatter", "inputs", tensors[1])
+            given = sort_out("reduce_scatter", tensors, opts, op=op, timeout=timeout)
+            args = place, pieces, given.redop
         return self._call("reduce_scatter", given, *args)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
@@ -152,10 +171,13 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
 
     # --- copies -----------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
+    def broadcast(
+        self, tensors: Any = None, opts: Any = None, root: Any = None, timeout: Any = None, *, tensor: Any = None
+    ) -> Any:
         is_plain = root is None and timeout is None
         if is_plain and (work := self._fast_path(_BROADCAST, tensors, tensors, opts)) is not None:
             return work
+        tensors = tensors if tensor is None else tensor
         with Refusals(self):
             given = sort_out("broadcast", [tensors], opts, root=root, timeout=timeout)
             count = len(tensors) if isinstance(tensors, (list, tuple)) else 1
@@ -165,11 +187,15 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
             return lists.broadcast(self.core, tensors, given.root, given.options, given.seconds)
         return self._call("broadcast", given, single("broadcast", tensors, "tensor list"), given.root)
 
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
+        input_tensor: Any = None,
+    ) -> Any:  # fmt: skip
         if timeout is None and output_tensors and isinstance(output_tensors, (list, tuple)):
             work = self._fast_path(_ALL_GATHER, input_tensors, output_tensors[0], opts)
             if work is not None:
                 return work
+        input_tensors = input_tensors if input_tensor is None else input_tensor
         with Refusals(self):
             given = sort_out("allgather", (output_tensors, input_tensors), opts, timeout=timeout)
             inputs = input_tensors if isinstance(input_tensors, (list, tuple)) else [input_tensors]
@@ -200,11 +226,13 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         return self._call("all_gather_lists", given, output_lists, input_list)
 
     def gather(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
-    ) -> Any:
+        self, output_tensors: Any, input_tensors: Any = None, opts: Any = None, root: Any = None, timeout: Any = None,
+        *, input_tensor: Any = None,
+    ) -> Any:  # fmt: skip
         is_plain = root is None and timeout is None
         if is_plain and (work := self._fast_path(_GATHER, input_tensors, _first(output_tensors), opts)) is not None:
             return work
+        input_tensors = input_tensors if input_tensor is None else input_tensor
         with Refusals(self):
             given = sort_out("gather", (output_tensors, input_tensors), opts, root=root, timeout=timeout)
             places, tensor = checks.gather(output_tensors, input_tensors, given.root, self.core.rank, self.core.size)
@@ -222,11 +250,13 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         return self._call("gather_single", given, target, input, given.root)
 
     def scatter(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
-    ) -> Any:
+        self, output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, root: Any = None,
+        timeout: Any = None, *, output_tensor: Any = None,
+    ) -> Any:  # fmt: skip
         is_plain = root is None and timeout is None
         if is_plain and (work := self._fast_path(_SCATTER, _first(input_tensors), output_tensors, opts)) is not None:
             return work
+        output_tensors = output_tensors if output_tensor is None else output_tensor
         with Refusals(self):
             given = sort_out("scatter", (output_tensors, input_tensors), opts, root=root, timeout=timeout)
             tensor, pieces = checks.scatter(output_tensors, input_tensors, given.root, self.core.rank, self.core.size)
@@ -303,7 +333,7 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
     _start_coalescing = NewerTorch.start_coalescing
     _end_coalescing = NewerTorch.end_coalescing
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = _with_names(reduce_scatter_single, output="outputTensor", input="inputTensor")
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single

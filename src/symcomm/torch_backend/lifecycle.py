@@ -272,7 +272,12 @@ class Lifecycle(GroupFacts, Reconfigurable):
     def _get_backend(self, device: Any) -> Any:
         """This group, or the engine that carries tensors on ``device``."""
         asked = torch.device(device) if isinstance(device, str) else values.device("_get_backend: device", device)
-        if self._devices().get(asked.type, "symcomm") == "symcomm":
+        known = self._devices()
+        if asked.type not in ("cpu", "cuda", *known):
+            raise errors.CallerError(
+                f"No backend type associated with device type {asked.type}: this group has {', '.join(known) or 'cpu'}."
+            )
+        if known.get(asked.type, "symcomm") == "symcomm":
             return self
         return self._engines.on("_get_backend", asked)._get_backend(asked)
 

@@ -25,10 +25,10 @@ from symcomm.types import RedOpType
 
 LONG, UNKNOWN, ASYNC = native.OPTIONS_SLOW, native.OPTIONS_UNKNOWN, native.OPTIONS_ASYNC
 
-# asyncOp, timeout in ms (-1: not set), number of reduceOp, rootRank: no field behaves as another.
+# asyncOp, timeout in ms (-1: not set), number of reduceOp, rootRank, rootTensor: no field behaves as another.
 _SAMPLES = (
-    (False, -1, 0, 0), (True, 77_777, 4, 3), (True, 5, 7, 900), (False, 123_456_789, 2, 65_537),
-    (True, -1, 3, 1), (False, 9, 1, 2), (False, -1, 6, 0), (True, 1, 5, 77),
+    (False, -1, 0, 0, 0), (True, 77_777, 4, 3, 1), (True, 5, 7, 900, 31), (False, 123_456_789, 2, 65_537, 0),
+    (True, -1, 3, 1, 2), (False, 9, 1, 2, 5), (False, -1, 6, 0, 70_000), (True, 1, 5, 77, 3),
 )  # fmt: skip
 
 
@@ -46,8 +46,9 @@ def install() -> frozenset[int]:
 
 
 @functools.cache
-def _places(kind: Any) -> tuple[int, int, int, int, int] | None:
-    """(of the C++ object in the Python one; in the former: time-out, asyncOp, operation or -1, root or -1)"""
+def _places(kind: Any) -> tuple[int, ...] | None:
+    """(of the C++ object in the Python one; in the former: time-out, asyncOp, operation or -1, root or -1, root's
+    tensor or -1)"""
     try:
         samples = [(_make(kind, *facts), *facts) for facts in _SAMPLES]
         first = samples[0][0]
@@ -63,13 +64,11 @@ def _places(kind: Any) -> tuple[int, int, int, int, int] | None:
         return places_of(zip(memory, answers, strict=True), width)
 
     found = [find(2, 8), find(1, 1), find(3, 1, hasattr(first, "reduceOp")), find(4, 8, hasattr(first, "rootRank"))]
-    if any(len(places) != 1 for places in found):
-        return None
-    timeout, is_async, redop, root = (places[0] for places in found)
-    return at, timeout, is_async, redop, root
+    found.append(find(5, 8, hasattr(first, "rootTensor")))
+    return None if any(len(places) != 1 for places in found) else (at, *(places[0] for places in found))
 
 
-def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int) -> Any:
+def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int, tensor: int) -> Any:
     options = kind()
     options.asyncOp = is_async
     if timeout_ms >= 0:
@@ -78,6 +77,8 @@ def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int) -> Any
         options.reduceOp = getattr(ReduceOp, RedOpType(op).name)
     if hasattr(options, "rootRank"):
         options.rootRank = root
+    if hasattr(options, "rootTensor"):
+        options.rootTensor = tensor
     return options
 
 
@@ -86,7 +87,7 @@ def read_options(call: int, opts: Any) -> tuple[int, Any]:
     if type(opts).__name__ != CACHED[call].options:
         return LONG, None  # plain arguments instead of options; or something else, which is refused there
     try:
-        if opts.timeout.days >= 0 or is_profiling():  # unset is -1 ms
+        if opts.timeout.days >= 0 or is_profiling() or getattr(opts, "rootTensor", 0):  # an unset time-out is -1 ms
             return LONG, None
         status = ASYNC if opts.asyncOp else 0
     except AttributeError:  # plain arguments instead of options

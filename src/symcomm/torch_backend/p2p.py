@@ -34,7 +34,7 @@ def exchange(core: Any, is_send: bool, tensors: Any, peer: int, tag: int) -> Any
     if not _is_awaited() or is_profiling():
         return None
     tensor = single("send" if is_send else "recv", tensors, "tensor list")
-    if not tensor.is_cpu:
+    if not tensor.is_cpu or tag < 0:
         return None
     try:
         if is_send:

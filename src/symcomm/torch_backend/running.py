@@ -14,8 +14,8 @@ from symcomm._core import native
 from symcomm.group.failure import call_site, explain
 from symcomm.group.refusal import Refusals
 from symcomm.group.work import Batch
-from symcomm.ops import BY_NAME, CACHED
-from symcomm.torch_backend import values, versions
+from symcomm.ops import BY_NAME, CACHED, Op
+from symcomm.torch_backend import checks, values, versions
 from symcomm.torch_backend.arguments import Given, is_async
 from symcomm.torch_backend.checks import single
 from symcomm.torch_backend.engines import Engines
@@ -39,9 +39,10 @@ def _single(tensors: Any) -> Any:
 
 def _is_small(tensors: Any) -> bool:
     """Whether this is a small operation of the group itself: other engines carry tensors of other devices."""
-    if not isinstance(tensors, (list, tuple)):
-        return tensors is not None and tensors.is_cpu and tensors.numel() <= SMALL
-    return bool(tensors) and tensors[0].is_cpu and tensors[0].numel() * len(tensors) <= SMALL
+    first = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
+    if not isinstance(first, torch.Tensor) or not first.is_cpu:
+        return False
+    return first.numel() * (len(tensors) if first is not tensors else 1) <= SMALL
 
 
 def _flat(tensors: Any) -> list[Any]:
@@ -51,6 +52,16 @@ def _flat(tensors: Any) -> list[Any]:
     if not isinstance(tensors, (list, tuple)):
         return [tensors]
     return [t for each in tensors for t in each] if tensors and isinstance(tensors[0], (list, tuple)) else list(tensors)
+
+
+_NESTED_OUTPUTS, _NESTED_INPUTS = ("all_gather", "gather"), ("reduce_scatter", "scatter")
+
+
+def _dispatched(op: Op, inputs: list[Any], outputs: list[Any]) -> list[Any]:
+    """The tensors whose device decides what torch calls: not those that it passes in lists of lists. Nothing is done
+    where one has no values (meta), and the call returns."""
+    sides = ([] if op.name in _NESTED_INPUTS else inputs, [] if op.name in _NESTED_OUTPUTS else outputs)
+    return [tensor for side in sides for tensor in side]
 
 
 class Running:
@@ -76,8 +87,11 @@ class Running:
             inputs = _flat(args[1]) if op.inputs and op.outputs else result
             group: Any = self.core
             device = next((t.device for t in (inputs or result)[:1] if not t.is_cpu), None)
-            if device is not None:
+            is_meta = any(t.is_meta for t in _dispatched(op, inputs, result))
+            if device is not None and not is_meta:
                 group = self._engines.ours(device)
+        if is_meta:
+            return DoneWork(result, name)
         if group is None:
             return self._engines.forward(name, args, given.options, given.timeout, device)
         method, name = getattr(group, name), _TORCH_NAMES.get(name, name)
@@ -210,6 +224,9 @@ class Running:
         if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in tensors):
             raise errors.wrong_type(name, "tensors", tensors, "a list of one tensor")
         tensor = single(name, tensors, "tensor list")
+        checks.tag(name, args[-1])
+        if tensor.is_meta:
+            return DoneWork([tensor], name)
         if not tensor.is_cpu:
             messages = self._engines.messages(tensor.device)
             if messages is None:

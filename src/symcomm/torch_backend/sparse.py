@@ -26,12 +26,14 @@ def all_reduce_sparse(core: Any, tensor: Any, op: Any, timeout: float | None) ->
     everyone = [torch.empty_like(facts) for _ in range(core.size)]
     core.all_gather(everyone, facts, timeout=timeout)
     if any(not torch.equal(e[1:], facts[1:]) for e in everyone):
-        raise errors.bad_argument("all_reduce", "tensor", f"shape {list(mine.shape)}", "of the same shape on all ranks")
+        shape = f"shape {list(mine.shape)}"
+        raise errors.bad_argument("all_reduce", "tensor", shape, "of the same shape on all ranks")
     counts = [int(e[0]) for e in everyone]
     indices = [torch.empty((mine.sparse_dim(), n), dtype=torch.int64) for n in counts]
     values = [torch.empty((n, *mine.values().shape[1:]), dtype=mine.dtype) for n in counts]
     core.all_gather(indices, mine.indices().contiguous(), timeout=timeout)
     core.all_gather(values, mine.values().contiguous(), timeout=timeout)
-    total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), mine.shape).coalesce()
+    entries = torch.cat(indices, 1), torch.cat(values)
+    total = torch.sparse_coo_tensor(*entries, mine.shape, check_invariants=False).coalesce()  # or torch warns
     with torch.no_grad():
         return tensor.copy_(total)

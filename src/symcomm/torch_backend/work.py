@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Work
 from symcomm import errors
 from symcomm.ops import OPS
 from symcomm.torch_backend import versions
+from symcomm.torch_backend.values import duration
 
 WorkClass = TypeVar("WorkClass", bound=type)
 OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
@@ -28,6 +29,7 @@ OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
 _OP_TYPES = {op.name: versions.op_type(op.op_type, "COALESCED") for op in OPS}
 _OP_TYPES |= {"all_gather_coalesced": OpType.ALLGATHER_COALESCED, "recvAnySource": OpType.RECVANYSOURCE}
 _OP_TYPES["coalesced"] = OpType.COALESCED
+NO_LIMIT = timedelta(0)  # of a wait: the operation's own holds
 _WANTS_STACKED = "quantization_hooks.py"
 
 
@@ -154,7 +156,9 @@ class DoneWork(_OwnWork):
         self._error = error
         return self
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta | float = NO_LIMIT) -> bool:
+        if timeout is not NO_LIMIT:
+            duration("wait: timeout", timeout)
         if self._error is not None:
             raise self._error
         return True
@@ -242,9 +246,10 @@ class TorchWork(_OwnWork):
         self.inner.add_done_callback(span.close)
         return self
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta | float = NO_LIMIT) -> bool:
+        timeout = duration("wait: timeout", timeout)
         try:
-            return self.inner.wait(timeout if timeout > timedelta(0) else None)
+            return self.inner.wait(timeout if timeout > NO_LIMIT else None)
         except (errors.DeadlineError, errors.RankFailedError) as error:
             limit = timeout.total_seconds() or self._limit
             raise late(error, limit, getattr(self.inner, "seconds", None) or 0.0) from error.__cause__
@@ -319,7 +324,7 @@ class AllOf(_OwnWork):
     def _get_sequence_number(self) -> int:
         return max(work._get_sequence_number() for work in self._works)
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta | float = NO_LIMIT) -> bool:
         return all(work.wait(timeout) for work in self._works)
 
     def is_completed(self) -> bool:

@@ -11,7 +11,7 @@
 struct layout { /* of the options of one kind of call; offsets in the C++ object, -1: it has no such thing */
     PyTypeObject *type;
     Py_ssize_t object_at; /* of the pointer to the C++ object in the Python object */
-    Py_ssize_t timeout_at, async_at, redop_at, root_at;
+    Py_ssize_t timeout_at, async_at, redop_at, root_at, tensor_at;
 };
 
 static struct layout layouts[MAX_CALLS];
@@ -29,17 +29,19 @@ int options_read(int64_t call, PyObject *options, int64_t *detail) {
     const struct layout *at = &layouts[call];
     const char *object = *(const char **)(void *)((char *)options + at->object_at);
     if (object == NULL) return OPTIONS_UNKNOWN;
-    int64_t timeout, root = 0;
+    int64_t timeout, root = 0, tensor = 0;
     uint8_t redop = 0;
     memcpy(&timeout, object + at->timeout_at, sizeof timeout);
     if (at->root_at >= 0) memcpy(&root, object + at->root_at, sizeof root);
+    if (at->tensor_at >= 0) memcpy(&tensor, object + at->tensor_at, sizeof tensor);
     if (at->redop_at >= 0) redop = (uint8_t)object[at->redop_at];
-    if (timeout >= 0 || redop > RED_BXOR || profiler_looks_on()) return OPTIONS_SLOW; /* unset is -1 ms */
+    /* A time-out that is not set is -1 ms. */
+    if (timeout >= 0 || redop > RED_BXOR || tensor != 0 || profiler_looks_on()) return OPTIONS_SLOW;
     *detail = at->redop_at >= 0 && at->root_at >= 0 ? root << 8 | redop : root + redop;
     return object[at->async_at] ? OPTIONS_ASYNC : OPTIONS_FAST;
 }
 
-/* use_options(is_profiling, ((call, type, object_at, timeout_at, async_at, redop_at, root_at), ...)) */
+/* use_options(is_profiling, ((call, type, object_at, timeout_at, async_at, redop_at, root_at, tensor_at), ...)) */
 static PyObject *use_options(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *callable, *found;
     if (!PyArg_ParseTuple(args, "OO!", &callable, &PyTuple_Type, &found)) return NULL;
@@ -50,8 +52,8 @@ static PyObject *use_options(PyObject *Py_UNUSED(self), PyObject *args) {
         int call;
         PyObject *type;
         struct layout at;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(found, i), "iO!nnnnn", &call, &PyType_Type, &type, &at.object_at,
-                              &at.timeout_at, &at.async_at, &at.redop_at, &at.root_at))
+        if (!PyArg_ParseTuple(PyTuple_GetItem(found, i), "iO!nnnnnn", &call, &PyType_Type, &type, &at.object_at,
+                              &at.timeout_at, &at.async_at, &at.redop_at, &at.root_at, &at.tensor_at))
             return NULL;
         if (call < 0 || call >= MAX_CALLS) return PyErr_Format(PyExc_ValueError, "no kind of call has number %d", call);
         at.type = (PyTypeObject *)Py_NewRef(type);
