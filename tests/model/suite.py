@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.model import agreeing, attaching, copying, deciding, leaving, sleeping, voiding
+from tests.model import agreeing, attaching, copying, deciding, leaving, refusing, sleeping, voiding
 from tests.model.explorer import Model
 
 Maker = Callable[..., Model]
@@ -25,6 +25,9 @@ QUICK: list[Callable[[], Model]] = [
     lambda: copying.joint(gives_up=False, deaths=1),
     attaching.attached,
     lambda: attaching.attached(gives_up=False),
+    refusing.refusing,
+    lambda: refusing.refusing(programs=((0, 0, 1), (1, 1, 0)), weak=True),
+    lambda: refusing.refusing(programs=((0, 0, 0), (1, 0, 0), (0, 0, 0))),
     lambda: leaving.leaving(deaths=1),
     lambda: leaving.leaving(deaths=1, threads=("fail",)),
     lambda: leaving.leaving(deaths=1, threads=("report",)),
@@ -41,6 +44,8 @@ QUICK: list[Callable[[], Model]] = [
 ]
 
 LONG: list[Callable[[], Model]] = [
+    lambda: refusing.refusing(programs=((0, 0, 0, 0), (1, 1, 1, 0)), weak=True),
+    lambda: refusing.refusing(programs=((0, 0, 1, 0), (1, 1, 0, 0), (0, 0, 0, 0))),
     sleeping.weak_wake,
     lambda: sleeping.meeting(world=3, deaths=1),
     lambda: sleeping.meeting(world=3, operations=2, sleepers=(0, 1)),
@@ -67,6 +72,9 @@ MUTANTS: list[tuple[dict[str, str], list[Maker]]] = [
     (copying.MUTANTS, [copying.joint, lambda without: copying.joint(without, gives_up=False)]),
     (copying.DEATH_MUTANTS, [lambda without: copying.joint(without, gives_up=False, deaths=1)]),
     (attaching.MUTANTS, [attaching.attached, lambda without: attaching.attached(without, gives_up=False)]),
+    (refusing.MUTANTS, [
+        refusing.refusing, lambda without: refusing.refusing(without, ((0, 0), (1, 0)), weak=True),
+    ]),
     (leaving.MUTANTS, [lambda without: leaving.leaving(without, deaths=1)]),
     (leaving.CALLER_MUTANTS, [leaving.careless]),
     (leaving.TWO_LEAVERS, [lambda without: leaving.leaving(without, threads=("abort",), leavers=2)]),

@@ -72,6 +72,10 @@ LEFT_OUT |= {("reduce_scatter_tensor", kind) for kind in ("quantized", "expanded
 LEFT_OUT |= {("reduce", "requires grad")}  # Gloo changes other ranks' tensors than the root's
 
 
+# torch 2.10 has no collectives on meta tensors.
+HAS_META = torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta")
+
+
 def seen(x) -> str:
     return "meta" if x.is_meta else str(x.tolist()) if x.layout == torch.strided and not x.is_quantized else ""
 
@@ -152,7 +156,7 @@ def test_the_same_is_taken_as_by_gloo(tmp_path):
         f"rank {rank} {row}: Gloo {theirs[row]}, ours {mine[row]}"
         for rank, (theirs, mine) in enumerate(zip(gloo, ours, strict=True))
         for row in theirs
-        if theirs[row] != mine[row]
+        if theirs[row] != mine[row] and not (row[1] == "meta" and not HAS_META)
     ]
     assert not differ, "\n".join(differ)
 

@@ -71,6 +71,7 @@ class Running:
     takes_fast_path: bool
     _name: str
     _desc: str
+    _devices: Callable[[], dict[str, str]]
     _operations_before: int
     _engines: Engines
     _coalescing: list[Any] | None = None  # works since start_coalescing()
@@ -87,7 +88,7 @@ class Running:
             inputs = _flat(args[1]) if op.inputs and op.outputs else result
             group: Any = self.core
             device = next((t.device for t in (inputs or result)[:1] if not t.is_cpu), None)
-            is_meta = any(t.is_meta for t in _dispatched(op, inputs, result))
+            is_meta = any(t.is_meta for t in _dispatched(op, inputs, result)) and "meta" not in self._devices()
             if device is not None and not is_meta:
                 group = self._engines.ours(device)
         if is_meta:
@@ -225,7 +226,7 @@ class Running:
             raise errors.wrong_type(name, "tensors", tensors, "a list of one tensor")
         tensor = single(name, tensors, "tensor list")
         checks.tag(name, args[-1])
-        if tensor.is_meta:
+        if tensor.is_meta and "meta" not in self._devices():
             return DoneWork([tensor], name)
         if not tensor.is_cpu:
             messages = self._engines.messages(tensor.device)
