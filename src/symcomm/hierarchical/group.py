@@ -23,7 +23,7 @@ from symcomm.group.factory import make_group
 from symcomm.group.failure import Site, call_site, format_site, with_sizes
 from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
-from symcomm.group.refusal import Settled, refused
+from symcomm.group.refusal import Settled
 from symcomm.group.work import Batch, Timeout, Work, to_ns
 from symcomm.hierarchical.agreement import Agreement, Agreements
 from symcomm.hierarchical.connection import FramedConnection, ProtocolViolation
@@ -335,8 +335,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
     ) -> None:  # fmt: skip
         """``on``: the buffers that ``body`` works on."""
         self.check_usable()
-        if batch is not None and batch.refused is not None:
-            raise batch.refused
+        self.refusals.check_batch(batch)
         begun = time.monotonic()
         seq = self.doing[0] + 1
         words = with_sizes(call, signature.collective) or signature.words()
@@ -346,11 +345,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             body(operation)
         except OperationRefused as refusal:
             operation.end()
-            self.refusals.pass_on(refusal)
-            error = refused(f"{call} #{seq} on group {self.name!r}", refusal.told)
-            if batch is not None:
-                batch.refused = error
-            raise error from None
+            raise self.refusals.found(refusal, f"{call} #{seq} on group {self.name!r}", batch) from None
         except OperationStopped:
             self._abandoned.append((operation, on))
             self.await_engine()

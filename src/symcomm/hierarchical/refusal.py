@@ -10,9 +10,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from symcomm import errors
 from symcomm._core import native
 from symcomm.group.failure import Site, format_site
-from symcomm.group.refusal import pack
+from symcomm.group.refusal import pack, refused
+from symcomm.group.work import Batch
 from symcomm.hierarchical.failure import REACH, OperationRefused
 from symcomm.hierarchical.session import ProtocolViolation
 
@@ -65,8 +67,17 @@ class RefusalsAcrossHosts:
         if told is not None:
             raise OperationRefused(told, is_news=True)
 
-    def pass_on(self, refusal: OperationRefused) -> None:
-        """To the ranks of this host, if they cannot know."""
+    def check_batch(self, batch: Batch | None) -> None:
+        """Raise if an operation of the same call was refused before."""
+        if batch is not None and batch.refused is not None:
+            raise batch.refused
+
+    def found(self, refusal: OperationRefused, what: str, batch: Batch | None) -> errors.CallRefusedError:
+        """The exception for it. The ranks of this host are told, if they cannot know."""
         group = self._group
         if refusal.is_news and refusal.told is not None and len(group.layout.here) > 1:
             native.refuse(group.local.handle, refusal.told, group.timeout_ns, 0)
+        error = refused(what, refusal.told)
+        if batch is not None:
+            batch.refused = error
+        return error
