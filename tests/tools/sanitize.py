@@ -47,7 +47,7 @@ def drive(only: list[str]) -> None:
     for part in chosen(collectives, messages, short_ways, one_sided, leaving, interrupted):
         symcomm.spawn(part, 2, mode="processes", timeout=60, deadline=SECONDS)
         print(f"  {part.__name__}, 2 processes", flush=True)
-    for part in chosen(lock_watch):
+    for part in chosen(lock_watch, held):
         symcomm.spawn(part, 2, mode="threads", deadline=SECONDS)
         print(f"  {part.__name__}, 2 ranks", flush=True)
     for part in chosen(reductions, many_tensors, store_server):
@@ -121,6 +121,41 @@ def messages(g) -> None:
         g.recv(np.empty(3), before, tag=99, timeout=0.01)
     except TimeoutError:
         pass
+    g.barrier()
+
+
+def held(g) -> None:
+    """Another thread holds receives, and resumes or fills them, while their messages come."""
+    import numpy as np
+
+    if g.rank:
+        for i in range(100):
+            g.send(np.full(64, i, "i4"), 0, 1)
+        g.barrier()
+        return
+    works: list[Any] = []
+    over = threading.Event()
+
+    def meddle() -> None:
+        turn = 0
+        while not over.is_set():
+            for work in works[-3:]:
+                turn += 1
+                if work.hold():
+                    work.fill() if turn % 3 == 0 else work.resume()
+
+    thread = threading.Thread(target=meddle)
+    thread.start()
+    found = 0
+    while found < 100:
+        array = np.full(64, -1, "i4")
+        works.append(g.irecv(array, 1, 1))
+        while not works[-1].is_completed():
+            pass
+        assert (array == (-1 if works[-1].was_withdrawn else found)).all()
+        found += not works[-1].was_withdrawn
+    over.set()
+    thread.join()
     g.barrier()
 
 

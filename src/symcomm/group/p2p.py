@@ -158,10 +158,12 @@ class MessageWork(AnyMessageWork):
     def resume(self) -> None:
         native.p2p_resume(self.op)
 
-    def fill(self, status: Status = Status.OK) -> None:
-        """A receive that is held is over: its message came another way, or it was given up."""
-        if native.p2p_fill(self.op, status):
+    def fill(self, status: Status = Status.OK) -> bool:
+        """A receive that is held is over: its message came another way, or it was given up. False: it is not held."""
+        filled = native.p2p_fill(self.op, status)
+        if filled:
             self.outcome = (Status.TIMEOUT, ANY_SOURCE, 0, 0)
+        return filled
 
     @property
     def was_withdrawn(self) -> bool:
