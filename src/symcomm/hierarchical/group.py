@@ -21,7 +21,6 @@ from symcomm.group import registry
 from symcomm.group.buffers import Buffer
 from symcomm.group.factory import make_group
 from symcomm.group.failure import Site, call_site, format_site, with_sizes
-from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.refusal import Settled
 from symcomm.group.work import Batch, Timeout, Work, to_ns
@@ -47,6 +46,7 @@ from symcomm.hierarchical.engines.base import (
 from symcomm.hierarchical.execution import HierarchicalExecution
 from symcomm.hierarchical.failure import Failures, OperationRefused, OperationStopped
 from symcomm.hierarchical.frames import MESSAGES, check
+from symcomm.hierarchical.intra_host import IntraHostGroup
 from symcomm.hierarchical.leader_links import LeaderLinks, links_of
 from symcomm.hierarchical.matcher import MessageMatcher
 from symcomm.hierarchical.operation import Operation, Signature
@@ -110,17 +110,6 @@ def _retire(
     links.close()
     runner.stop()
     engine.close()
-
-
-class _IntraHostGroup(LocalGroup):
-    """The ranks of one host. They mostly wait for the network, which takes longer than spinning pays for."""
-
-    _spin_ns = _yield_ns = 5_000
-    waits: Waits
-    here: Sequence[int]
-
-    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
-        self.waits.on_standoff(is_send, self.here[peer], tag)
 
 
 class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGroup):
@@ -235,11 +224,11 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
     def meet(self, exchange: Exchange) -> None:
         exchange(b"")
 
-    def _make_local(self, exchange: Exchange) -> _IntraHostGroup:
+    def _make_local(self, exchange: Exchange) -> IntraHostGroup:
         """This host's own group. Hosts may need more or fewer rounds of the exchange, so all do the same number."""
         here = self.layout.here
         exchange_here = SubsetExchange(exchange, here)
-        local = _IntraHostGroup(
+        local = IntraHostGroup(
             self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout,
             self.given_limits, [self.global_ranks[r] for r in here],
         )  # fmt: skip
