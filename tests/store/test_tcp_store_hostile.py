@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -19,7 +20,7 @@ import time
 import pytest
 
 from symcomm._core import native
-from symcomm.errors import StoreAuthError
+from symcomm.errors import DeadlineError, StoreAuthError, StoreConnectionError
 from symcomm.store.tcp import StoreLimits, TCPStore
 from tests.support.ranks import until
 from tests.support.tcp import client, in_thread, serve
@@ -87,6 +88,18 @@ def last_reason(store: TCPStore) -> str:
         (
             HELLO + b"\x01" + field(b"t") + field(b"-") + b"\x12" + field(b"t") + u64(2),
             "barrier on a key whose value is",
+        ),
+        (
+            HELLO + b"\x01" + field(b"t") + field(b"9" * 20) + b"\x04" + field(b"t") + u64(1),
+            "add where the value, or the sum, does not fit in 64 bits",
+        ),
+        (
+            HELLO + (b"\x04" + field(b"t") + u64(2**63 - 1)) * 2,
+            "add where the value, or the sum, does not fit in 64 bits",
+        ),
+        (
+            HELLO + b"\x04" + field(b"t") + u64(2**63 - 1) + b"\x12" + field(b"t") + u64(2),
+            "barrier where the value, or the sum, does not fit in 64 bits",
         ),
         (HELLO + (b"\x06" + u64(1) + field(b"absent")) * 2, "started a wait before its last one had ended"),
     ],
@@ -212,32 +225,119 @@ def test_clients_that_are_killed_in_a_frame_or_a_wait(store):
     assert [other() for other in others] == [b"after all"] * 3
 
 
-def test_running_out_of_descriptors(store):
-    """The server says so, goes on with the clients it has, and takes new ones when there is room again."""
+@contextlib.contextmanager
+def no_descriptor_left():
+    """This process, and so its server too, cannot open anything."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    other = client(store.port)
-    waiting = [socket.socket() for _ in range(20)]
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(free, 60) + 1, hard))
     fillers = []
     try:
-        while True:
-            try:
+        with contextlib.suppress(OSError):
+            while True:
                 fillers.append(os.dup(0))
-            except OSError:
-                break
-        for sock in waiting:
-            sock.connect(("127.0.0.1", store.port))
-        assert until(lambda: any("cannot accept" in line for line in store.server_stats()["reasons"]))
-        assert store.add("n", 1) == 1 and other.add("n", 1) == 2
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for filler in fillers:
             os.close(filler)
-    assert until(lambda: store.server_stats()["accepted"] == 22)
+
+
+@pytest.mark.parametrize("others", ["idle", "busy"])
+def test_running_out_of_descriptors(store, others):
+    """The server says so, goes on with the clients it has, and takes new ones when there is room again, whatever the
+    clients that it has do meanwhile."""
+    other, ended = client(store.port), threading.Event()
+
+    def work() -> int:
+        calls = 0
+        while not ended.is_set():
+            calls = other.add("calls", 1)
+        return calls
+
+    waiting = [socket.socket() for _ in range(20)]
+    with no_descriptor_left():
+        working = in_thread(work) if others == "busy" else None
+        for sock in waiting:
+            sock.connect(("127.0.0.1", store.port))
+        assert until(lambda: any("cannot accept" in line for line in store.server_stats()["reasons"]))
+        assert store.add("n", 1) == 1
+        time.sleep(0.5)
+    try:
+        assert until(lambda: store.server_stats()["accepted"] == 22)
+        assert client(store.port).add("n", 1) == 2
+        assert sum("cannot accept" in line for line in store.server_stats()["reasons"]) == 1
+    finally:
+        ended.set()
+    if working:
+        assert working() > 0
     for sock in waiting:
         sock.close()
+
+
+# --- servers that lie -----------------------------------------------------------------------------------
+
+
+def lying_server(answer: bytes) -> int:
+    """Takes one client, answers its hello rightly and the next call with ``answer``; returns its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve_one() -> None:
+        sock, _ = listener.accept()
+        with sock, listener:
+            hello = sock.recv(10, socket.MSG_WAITALL)
+            sock.sendall(hello[-4:])
+            sock.recv(65536)
+            sock.sendall(answer)
+            closed(sock)
+
+    threading.Thread(target=serve_one, daemon=True).start()
+    return listener.getsockname()[1]
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+LIES = {
+    "a value of 4 EiB": ("get", "k", u64(1 << 62) + bytes(100)),
+    "a value of 8 EiB": ("get", "k", u64((1 << 63) - 1) + bytes(100)),
+    "a value of less than nothing": ("get", "k", u64(1 << 63)),
+    "a value of 64 GiB": ("get", "k", u64(1 << 36) + bytes(3 << 20)),
+    "as many keys": ("list_keys", u64(1 << 62)),
+    "fewer keys than none": ("list_keys", u64(1 << 63)),
+    "a key of 64 GiB": ("list_keys", u64(2) + field(b"/k") + u64(1 << 36)),
+    "an item of 64 GiB": ("queue_pop", "q", u64(1) + u64(1 << 36)),
+    "the second of two values": ("multi_get", ["k", "l"], field(b"v") + u64(1 << 36)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_memory_is_taken_for_bytes_that_came_not_for_those_announced(lie: str):
+    """The address space is kept small, so that taking what was announced would fail as on a small machine."""
+    call, *args, answer = LIES[lie]
+    other = client(lying_server(answer), timeout=0.5)
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    known, peak = resource.getrlimit(resource.RLIMIT_AS), peak_bytes()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), known[1]))
+    try:
+        with pytest.raises((StoreConnectionError, DeadlineError)) as info:
+            getattr(other, call)(*args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, known)
+    assert str(info.value).startswith(("the store at 127.0.0.1", "the connection to the store at 127.0.0.1"))
+    assert str(info.value).count(". ") == 0 and str(info.value).endswith(".") and call in str(info.value)
+    assert peak_bytes() - peak < 64 << 20
+
+
+@pytest.mark.parametrize("size", [(1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 7, 40 << 20])
+def test_large_values_come_whole(size: int):
+    value = random.Random(size).randbytes(size)
+    server = serve()
+    server.set("k", value)
+    assert client(server.port).get("k") == value and client(server.port).multi_get(["k", "k"]) == [value, value]
 
 
 # --- the job token ---------------------------------------------------------------------------------------

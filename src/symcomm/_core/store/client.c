@@ -245,13 +245,48 @@ static enum outcome receive(struct reader *reader, void *into, size_t size) {
 
 static enum outcome receive_i64(struct reader *reader, int64_t *value) { return receive(reader, value, sizeof *value); }
 
-/* `size` bytes as a bytes object (lock released on entry and exit). */
-static enum outcome receive_object(struct reader *reader, size_t size, PyObject **object) {
+static enum outcome out_of_memory(void) {
+    errno = ENOMEM;
+    return FAILED;
+}
+
+/* `size` bytes as a bytes object, of which `have` have been received into `start`. */
+static enum outcome receive_rest(struct reader *reader, size_t size, const uint8_t *start, size_t have,
+                                 PyObject **object) {
     lock(reader);
     *object = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
     char *into = *object == NULL ? NULL : PyBytes_AsString(*object);
+    PyErr_Clear();
     unlock(reader);
-    return into == NULL ? SIGNALED : receive(reader, into, size);
+    if (into == NULL) return out_of_memory();
+    if (have > 0) memcpy(into, start, have);
+    return receive(reader, into + have, size - have);
+}
+
+#define TRUSTED ((size_t)1 << 20) /* bytes that are allocated because they were announced */
+
+/* The same (lock released on entry and exit). What a server announces may be a lie: of a large object the first half
+ * goes into memory that grows as the bytes come, and only then is there memory for all of it. */
+static enum outcome receive_object(struct reader *reader, size_t size, PyObject **object) {
+    if (size <= TRUSTED) return receive_rest(reader, size, NULL, 0, object);
+    uint8_t *start = NULL;
+    size_t have = 0, half = size / 2;
+    enum outcome outcome = DONE;
+    while (outcome == DONE && have < half) {
+        size_t room = have == 0 ? TRUSTED / 2 : have * 2;
+        if (room > half) room = half;
+        uint8_t *larger = realloc(start, room);
+        if (larger == NULL) {
+            outcome = out_of_memory();
+            break;
+        }
+        start = larger;
+        outcome = receive(reader, start + have, room - have);
+        have = room;
+    }
+    if (outcome == DONE) outcome = receive_rest(reader, size, start, have, object);
+    free(start);
+    return outcome;
 }
 
 static enum outcome receive_value(struct reader *reader, PyObject **object) {
@@ -266,6 +301,10 @@ static enum outcome receive_value(struct reader *reader, PyObject **object) {
 }
 
 static enum outcome receive_list(struct reader *reader, int64_t count, PyObject **object) {
+    if (count < 0) {
+        errno = EPROTO;
+        return FAILED;
+    }
     lock(reader);
     *object = PyList_New(0);
     unlock(reader);

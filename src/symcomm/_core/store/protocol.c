@@ -316,7 +316,8 @@ static void wake_for_items(struct server *server, struct entry *entry) {
 
 static void leave_barrier(struct server *server, struct entry *entry) {
     int64_t count;
-    if (entry->present && entry_number(entry, &count)) entry_set_number(&server->table, entry, count - 1);
+    if (entry->present && entry_number(entry, &count) == IS_NUMBER && count > INT64_MIN)
+        entry_set_number(&server->table, entry, count - 1);
 }
 
 /* Ends this client's waits, or only the promises it has been woken for. A promise that was not used goes on to the
@@ -368,19 +369,32 @@ static void do_cancel(struct server *server, struct conn *conn, const uint8_t *f
     send_byte(server, conn, WAIT_CANCELED);
 }
 
+/* Adds to an entry's number, unless it has none, or the sum would not fit: then the client is refused. */
+static bool add_to(struct server *server, struct conn *conn, struct entry *entry, int64_t amount, const char *call,
+                   int64_t *sum) {
+    *sum = 0;
+    enum reading reading = entry != NULL && entry->present ? entry_number(entry, sum) : IS_NUMBER;
+    if (reading == NOT_A_NUMBER) {
+        conn_refuse(server, conn, "called %s on a key whose value is not a number", call);
+        return false;
+    }
+    if (reading == TOO_LARGE || __builtin_add_overflow(*sum, amount, sum)) {
+        conn_refuse(server, conn, "called %s where the value, or the sum, does not fit in 64 bits", call);
+        return false;
+    }
+    return had_room(server, conn, entry, entry && entry_set_number(&server->table, entry, *sum));
+}
+
 /* The count stays under the key, as PyTorch's does; a second use of the key counts from where the first ended. */
 static void do_barrier(struct server *server, struct conn *conn, const uint8_t *fields) {
     if (refuse_second_wait(server, conn)) return;
     struct slice key = take_bytes(&fields);
     int64_t world = (int64_t)take_u64(&fields), count = 0;
     struct entry *entry = table_obtain(&server->table, key);
-    if (entry != NULL && entry->present && !entry_number(entry, &count)) {
-        conn_refuse(server, conn, "called barrier on a key whose value is not a number");
-        return;
-    }
-    if (!had_room(server, conn, entry, entry && entry_set_number(&server->table, entry, ++count))) return;
+    if (!add_to(server, conn, entry, 1, "barrier", &count)) return;
+    int64_t came;
     if (entry->barrier_passed >= count) entry->barrier_passed = 0; /* somebody reset the key */
-    if (count - entry->barrier_passed >= world) {
+    if (__builtin_sub_overflow(count, entry->barrier_passed, &came) || came >= world) {
         entry->barrier_passed = count;
         wake_all(server, entry);
         send_byte(server, conn, WAIT_DONE);
@@ -445,15 +459,9 @@ static void do_compare_set(struct server *server, struct conn *conn, const uint8
 
 static void do_add(struct server *server, struct conn *conn, const uint8_t *fields) {
     struct slice key = take_bytes(&fields);
-    uint64_t amount = take_u64(&fields);
+    int64_t amount = (int64_t)take_u64(&fields), sum;
     struct entry *entry = table_obtain(&server->table, key);
-    int64_t sum = 0;
-    if (entry != NULL && entry->present && !entry_number(entry, &sum)) {
-        conn_refuse(server, conn, "called add on a key whose value is not a number");
-        return;
-    }
-    sum = (int64_t)((uint64_t)sum + amount);
-    if (!had_room(server, conn, entry, entry && entry_set_number(&server->table, entry, sum))) return;
+    if (!add_to(server, conn, entry, amount, "add", &sum)) return;
     send_i64(server, conn, sum);
     wake_all(server, entry);
 }

@@ -274,18 +274,26 @@ static void add_conn(struct server *server, int fd, const struct sockaddr_in6 *p
     atomic_fetch_add_explicit(&server->clients, 1, memory_order_relaxed);
 }
 
+/* Only for a moment, which is over however busy the clients are: see run(). */
+static void stop_accepting(struct server *server, int error) {
+    char text[REPORT_SIZE];
+    snprintf(text, sizeof text, "cannot accept more clients for now: %s (raise `ulimit -n`)", strerror(error));
+    if (!server->starved) report(server, text);
+    server->starved = true;
+    server->accept_again_ns = symcomm_now_ns() + (int64_t)ACCEPT_PAUSE_MS * 1000000;
+    watch_listeners(server, false);
+}
+
 static void accept_clients(struct server *server, int listener) {
     for (int i = 0; i < ACCEPT_BATCH; i++) {
         struct sockaddr_in6 peer = {0};
         socklen_t size = sizeof peer;
         int fd = accept4(listener, (struct sockaddr *)&peer, &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd >= 0) {
+            server->starved = false;
             add_conn(server, fd, &peer);
         } else if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
-            char text[REPORT_SIZE];
-            snprintf(text, sizeof text, "cannot accept more clients for now: %s (raise `ulimit -n`)", strerror(errno));
-            report(server, text);
-            watch_listeners(server, false);
+            stop_accepting(server, errno);
             return;
         } else if (errno != EINTR && errno != ECONNABORTED) {
             return;
@@ -383,7 +391,7 @@ static void *run(void *argument) {
             swept = now;
         }
         close_doomed(server);
-        if (!server->accepting && count == 0) watch_listeners(server, true);
+        if (!server->accepting && now >= server->accept_again_ns) watch_listeners(server, true);
         atomic_store_explicit(&server->keys, server->table.present, memory_order_relaxed);
         atomic_store_explicit(&server->bytes, server->table.budget.used, memory_order_relaxed);
     }

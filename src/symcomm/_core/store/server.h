@@ -72,7 +72,8 @@ struct server {
     int epoll_fd, stop_fd, report_fd;
     int listeners[MAX_LISTENERS];
     int listener_count;
-    bool accepting;
+    bool accepting, starved; /* listens for newcomers; the last one found no descriptor */
+    int64_t accept_again_ns; /* while not accepting: when to try again */
     struct limits limits;
     uint8_t *token;
     size_t token_size;

@@ -1,6 +1,5 @@
 #include "store/table.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -183,19 +182,20 @@ bool entry_set_number(struct table *table, struct entry *entry, int64_t number) 
 
 /* Leading blanks, a sign, digits; what follows them is ignored, as PyTorch's store does. Nothing at all is 0, as in our
  * other stores. */
-bool entry_number(const struct entry *entry, int64_t *number) {
-    char digits[64];
+enum reading entry_number(const struct entry *entry, int64_t *number) {
+    const uint8_t *at = entry->value, *end = at + entry->value_size;
     *number = 0;
-    if (entry->value_size == 0) return true;
-    size_t size = entry->value_size < sizeof digits - 1 ? entry->value_size : sizeof digits - 1;
-    memcpy(digits, entry->value, size);
-    digits[size] = 0;
-    char *end;
-    errno = 0;
-    long long parsed = strtoll(digits, &end, 10);
-    if (end == digits || errno != 0) return false;
-    *number = parsed;
-    return true;
+    if (entry->value_size == 0) return IS_NUMBER;
+    while (at < end && (*at == ' ' || (*at >= '\t' && *at <= '\r'))) at++;
+    bool negative = at < end && *at == '-';
+    if (at < end && (*at == '-' || *at == '+')) at++;
+    if (at == end || *at < '0' || *at > '9') return NOT_A_NUMBER;
+    for (; at < end && *at >= '0' && *at <= '9'; at++) {
+        int64_t digit = negative ? -(*at - '0') : *at - '0';
+        if (__builtin_mul_overflow(*number, 10, number) || __builtin_add_overflow(*number, digit, number))
+            return TOO_LARGE;
+    }
+    return IS_NUMBER;
 }
 
 void entry_unset(struct table *table, struct entry *entry) {

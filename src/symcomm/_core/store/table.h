@@ -77,7 +77,9 @@ struct entry *table_next(const struct table *table, struct entry *at); /* walks 
 bool entry_set(struct table *table, struct entry *entry, struct slice value);
 bool entry_append(struct table *table, struct entry *entry, struct slice more);
 bool entry_set_number(struct table *table, struct entry *entry, int64_t number);
-bool entry_number(const struct entry *entry, int64_t *number); /* false when the value does not start with a number */
+/* What the value says when read as a decimal number. */
+enum reading { IS_NUMBER, NOT_A_NUMBER, TOO_LARGE };
+enum reading entry_number(const struct entry *entry, int64_t *number);
 void entry_unset(struct table *table, struct entry *entry);
 
 bool entry_push(struct table *table, struct entry *entry, struct slice value);
