@@ -7,6 +7,7 @@ The tree says whose fault it is::
         BadArgumentError            an argument is wrong (also a ValueError)
           WrongTypeError              it is of a type that the call does not take (also a TypeError)
           UnsupportedTensorError      a tensor of a kind that no collective takes (also a NotImplementedError)
+          OutOfRangeError             a number does not fit in 64 bits (also an IndexError)
         CollectiveMismatchError     ranks made different calls
         CallRefusedError            another rank refused its part of a call
         GroupUnusableError          the group was destroyed, aborted, or failed before
@@ -38,9 +39,9 @@ from typing import Any
 
 __all__ = [
     "BadArgumentError", "CallRefusedError", "CallerError", "CollectiveMismatchError", "DeadlineError",
-    "GroupUnusableError", "InternalError", "NoQuorumError", "PeerError", "QueueEmptyError", "RankFailedError",
-    "RendezvousError", "ResourceError", "StoreAuthError", "StoreConnectionError", "StoreDeadlineError",
-    "StoreUnreachableError", "SymcommError", "UnsupportedTensorError", "WrongTypeError",
+    "GroupUnusableError", "InternalError", "NoQuorumError", "OutOfRangeError", "PeerError", "QueueEmptyError",
+    "RankFailedError", "RendezvousError", "ResourceError", "StoreAuthError", "StoreConnectionError",
+    "StoreDeadlineError", "StoreUnreachableError", "SymcommError", "UnsupportedTensorError", "WrongTypeError",
 ]  # fmt: skip
 
 
@@ -62,6 +63,10 @@ class WrongTypeError(BadArgumentError, TypeError):
 
 class UnsupportedTensorError(BadArgumentError, NotImplementedError):
     """A tensor is quantized, sparse or laid out in a way that the call does not take."""
+
+
+class OutOfRangeError(BadArgumentError, IndexError):
+    """A number does not fit in 64 bits, and is not stored as another one."""
 
 
 class CollectiveMismatchError(CallerError):

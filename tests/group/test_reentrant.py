@@ -25,8 +25,7 @@ from symcomm.group.p2p import MessageWork
 from symcomm.group.work import Work
 from symcomm.memory import arena as arenas
 from symcomm.memory.heap import Heap
-from symcomm.store import FileStore, TCPStore
-from symcomm.store import file as file_store
+from symcomm.store import FileStore, TCPStore, file_formats
 
 pytestmark = pytest.mark.timeout(60, method="thread")
 
@@ -66,14 +65,14 @@ def test_a_file_store_is_collected_while_its_thread_holds_the_files_lock(
 ) -> None:
     path = str(tmp_path / "store")
     one, other = FileStore(path, 2), FileStore(path, 2)
-    encode = file_store.encode_frame
+    encode = file_formats.FRAMES.encode
     gone: list[Any] = [other]
 
     def collecting(*args: Any) -> bytes:
         gone.clear()
         return encode(*args)
 
-    monkeypatch.setattr(file_store, "encode_frame", collecting)
+    monkeypatch.setattr(file_formats.FRAMES, "encode", collecting)
     del other
     one.set("key", "value")
     assert one.get("key") == b"value" and one._log.table.closed_stores == 1
@@ -84,7 +83,7 @@ def test_a_file_store_is_collected_while_its_thread_holds_the_files_lock(
 def test_a_file_store_called_within_its_own_call_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(str(tmp_path / "store"), 1)
     twin = store.clone()
-    encode = file_store.encode_frame
+    encode = file_formats.FRAMES.encode
 
     def calling(*args: Any) -> bytes:
         for one in (store, twin):
@@ -92,7 +91,7 @@ def test_a_file_store_called_within_its_own_call_is_refused(tmp_path: Path, monk
                 one.set("inner", "value")
         return encode(*args)
 
-    monkeypatch.setattr(file_store, "encode_frame", calling)
+    monkeypatch.setattr(file_formats.FRAMES, "encode", calling)
     store.set("outer", "value")
     assert store.list_keys() == ["outer"]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -16,7 +18,7 @@ from symcomm.errors import BadArgumentError, ResourceError
 from symcomm.observe.recorder.records import operations_of
 from symcomm.observe.server.server import start
 from symcomm.observe.top.model import Live
-from symcomm.observe.top.servers_feed import attach_servers
+from symcomm.observe.top.servers_feed import FAILURES, attach_servers, get_json
 from symcomm.store import HashStore
 
 TOKEN = "a secret of this job"
@@ -128,3 +130,21 @@ def test_who_does_not_answer(monkeypatch):
             assert [f.rank for f in attach_servers(server.address, TOKEN).poll().ranks] == [0]  # without a store
     finally:
         symcomm.destroy()
+
+
+@pytest.mark.parametrize("length", [1 << 40, 1 << 62])
+def test_a_server_that_announces_more_than_it_sends(length: int):
+    """Taking memory for what was announced would be a MemoryError, which ends the page of all ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(65536)
+                sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n[" % length)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(FAILURES):
+            get_json(f"http://127.0.0.1:{listener.getsockname()[1]}", TOKEN, "/api/v1/rank", seconds=20)
+        thread.join(20)

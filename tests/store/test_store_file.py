@@ -19,8 +19,14 @@ import pytest
 
 from symcomm.errors import BadArgumentError, DeadlineError, ResourceError, StoreConnectionError, SymcommError
 from symcomm.store import FileStore, StoreCollectives
-from symcomm.store.file import HEAD, MAGIC, decode_frames, encode_frame
+from symcomm.store.file_formats import FRAMES, HEAD, RECORDS, LoggedTable
 from tests.support.ranks import run_ranks
+
+
+def encode_frame(changes: list, place: int) -> bytes:
+    table = LoggedTable()
+    table.unwritten = list(changes)
+    return FRAMES.encode(table, place)
 
 
 def content(store: FileStore) -> dict[str, bytes]:
@@ -33,21 +39,21 @@ def content(store: FileStore) -> dict[str, bytes]:
 def test_frames_round_trip():
     changes = [("set", "key", b"\x00value"), ("append", "", b""), ("delete", "ключ", b""), ("push", "q", b"x" * 1000)]
     one, two = encode_frame(changes[:1], 8), encode_frame(changes[1:], 8 + len(encode_frame(changes[:1], 8)))
-    assert decode_frames(one + two, 8) == (changes, len(one + two), "end")
-    assert decode_frames(b"", 8) == ([], 0, "end")
+    assert FRAMES.decode(one + two, 8) == (changes, len(one + two), "end")
+    assert FRAMES.decode(b"", 8) == ([], 0, "end")
 
 
 def test_a_piece_of_a_frame_is_torn_and_anything_else_is_damage():
     frame = encode_frame([("set", "key", b"value")], 8)
     for cut in range(1, len(frame)):
-        assert decode_frames(frame[:cut], 8) == ([], 0, "torn")
+        assert FRAMES.decode(frame[:cut], 8) == ([], 0, "torn")
     for at in range(len(frame)):
         for bit in range(8):
             bad = bytearray(frame)
             bad[at] ^= 1 << bit
-            assert decode_frames(bytes(bad), 8) == ([], 0, "damaged")
-    assert decode_frames(frame, 9)[2] == "damaged", "a frame belongs to its place"
-    assert decode_frames(bytes(64), 8)[2] == "damaged", "zeros are no frames"
+            assert FRAMES.decode(bytes(bad), 8) == ([], 0, "damaged")
+    assert FRAMES.decode(frame, 9)[2] == "damaged", "a frame belongs to its place"
+    assert FRAMES.decode(bytes(64), 8)[2] == "damaged", "zeros are no frames"
 
 
 # --- cut and damaged files ------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ def test_damage_is_reported_not_guessed_at(tmp_path):
     history = small_log(tmp_path / "log")
     log = (tmp_path / "log").read_bytes()
     bad_file = tmp_path / "bad"
-    for at in range(len(MAGIC), len(log)):
+    for at in range(len(FRAMES.opening), len(log)):
         bad = bytearray(log)
         bad[at] ^= 0x20
         bad_file.write_bytes(bytes(bad))
@@ -127,7 +133,7 @@ def test_frames_cut_off_under_a_reader(tmp_path):
 def test_somebody_elses_file_is_left_alone(tmp_path, text):
     path = tmp_path / "notes"
     path.write_bytes(text)
-    if MAGIC.startswith(text):
+    if FRAMES.opening.startswith(text):
         FileStore(str(path)).set("a", "1")  # a header that was cut short
         return
     with pytest.raises(BadArgumentError, match="a new file, or one that a FileStore made"):
@@ -397,3 +403,78 @@ def test_a_writer_killed_within_a_write(tmp_path, stop):
     assert store.list_keys() == ["before"]
     store.set("after", "2")
     assert content(store) == content(FileStore(path)) == {"before": b"1", "after": b"2"}
+
+
+# --- PyTorch's format ---------------------------------------------------------------------------------------
+
+
+class TorchsFormat(FileStore):
+    """Makes its file as PyTorch's does, as the FileStore of symcomm.c10d."""
+
+    _preferred = RECORDS
+
+
+def test_records_round_trip(tmp_path: Path):
+    path = str(tmp_path / "store")
+    one, two = TorchsFormat(path, 2), FileStore(path, 2)
+    one.set("key", b"\x00value")
+    two.append("key", "more")
+    one.add("n", 3)
+    one.set("ключ", "")
+    two.delete_key("never there")
+    one.queue_push("q", "first")
+    two.queue_push("q", "second")
+    one.set("gone", "x")
+    two.delete_key("gone")
+    assert one.queue_pop("q") == b"first"
+    third = FileStore(path, 2)
+    wanted = {"key": b"\x00valuemore", "n": b"3", "ключ": b""}
+    assert content(one) == content(two) == content(third) == wanted and third.queue_pop("q") == b"second"
+    assert Path(path).read_bytes().startswith(b"\x09\0\0\0refcount/\x01\0\0\x001\x09\0\0\0refcount/\x01\0\0\x002")
+    del one, two
+    assert Path(path).exists()
+    del third
+    assert not Path(path).exists()
+
+
+def test_a_record_that_was_cut_never_happened(tmp_path: Path):
+    path = tmp_path / "store"
+    store = TorchsFormat(path)
+    store.set("a", "1")
+    whole = path.read_bytes()
+    store.set("b", "2")
+    last = path.read_bytes()[len(whole) :]
+    for cut in range(len(last)):
+        path.write_bytes(whole + last[:cut])
+        other = FileStore(path)
+        assert content(other) == {"a": b"1"}
+        other.set("c", "3")
+        assert content(FileStore(path)) == {"a": b"1", "c": b"3"}
+        del other
+
+
+@pytest.mark.parametrize("what", [b"\x02\0\0\0xk\0\0\0\0", b"\x08\0\0\0cleanup/\x01\0\0\0x", bytes(8)])
+def test_records_that_nobody_wrote_are_reported_and_left(tmp_path: Path, what: bytes):
+    path = tmp_path / "store"
+    store = TorchsFormat(path)
+    store.set("a", "1")
+    with open(path, "ab") as file:
+        file.write(what)
+    before = path.read_bytes()
+    for call in (lambda: store.get("a"), lambda: store.set("b", "2"), lambda: FileStore(path)):
+        with pytest.raises(StoreConnectionError, match="is damaged at byte"):
+            call()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", [str, os.fsencode, lambda path: bytearray(os.fsencode(path)), Path])
+def test_names_of_files(tmp_path: Path, name):
+    store = FileStore(name(tmp_path / "store"))
+    store.set("a", "1")
+    assert store.path == str(tmp_path / "store") and store.clone().get("a") == b"1"
+
+
+@pytest.mark.parametrize("name", ["", b"", "a\0b", "/no/such/folder/file"])
+def test_names_that_are_none(name):
+    with pytest.raises(BadArgumentError, match="FileStore: file_name must be a"):
+        FileStore(name)

@@ -6,6 +6,7 @@ What PyTorch's own store makes of it is in test_tcp_store_interop.py, what stran
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing as mp
 import os
@@ -14,6 +15,7 @@ import resource
 import signal
 import socket
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -38,6 +40,35 @@ def store():
 
 
 # --- calls -------------------------------------------------------------------------------------------
+
+
+def shut_down(store: TCPStore) -> None:
+    """End its connection as if the host had."""
+    with socket.socket(fileno=os.dup(store._connection.fd)) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_store_that_is_dropped_warns_of_nothing():
+    """Neither a client nor a server, nor one whose server is gone or never was."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TEN)
+        other = client(server.port)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        twin = client(server.port)
+        del twin
+        gc.collect()
+        assert until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+        port = server.port
+        del server
+        gc.collect()
+        with pytest.raises(StoreConnectionError):
+            other.get("a")
+        with pytest.raises(StoreConnectionError):
+            client(port, timeout=0.05)
+        del other
+        gc.collect()
+    assert not [str(warning.message) for warning in seen]
 
 
 def test_values(store):
@@ -68,7 +99,14 @@ def test_numbers(store):
     store.set("n", " 41 apples")
     assert store.add("n", 1) == 42
     assert store.add("big", 2**63 - 1) == 2**63 - 1
-    assert store.add("big", 1) == -(2**63)
+    with pytest.raises(IndexError, match=r"9223372036854775807 \+ 1 does not fit in 64 bits; 'big' stays"):
+        store.add("big", 1)
+    assert store.get("big") == b"9223372036854775807"
+    store.set("more", "99999999999999999999")
+    with pytest.raises(IndexError, match="the value of 'more' does not fit in 64 bits, got b'99999999999999999999'"):
+        store.add("more", -1)
+    store.set("zeros", "0" * 100 + "7")
+    assert store.add("zeros", 1) == 8
     with pytest.raises(BadArgumentError, match="fits in 64 bits"):
         store.add("n", 2**63)
     store.set("nothing", "")
@@ -132,7 +170,7 @@ def test_nothing_is_left_behind(store):
         other = client(store.port)
         waiting = in_thread(other.get, "never")
         assert until(lambda turn=turn: store.server_stats()["requests"] > turn)
-        other._connection._sock.shutdown(socket.SHUT_RDWR)
+        shut_down(other)
         with pytest.raises(StoreConnectionError):
             waiting()
         other.close()
@@ -160,6 +198,10 @@ def test_waiting_for_very_many_keys(store):
         lambda s: s.set(5, "v"),
         lambda s: s.get(None),
         lambda s: s.get(b"\xff"),
+        lambda s: s.set(["k"], "v"),
+        lambda s: s.add(["k"], 1),
+        lambda s: s.barrier("b", 2**63),
+        lambda s: s.barrier("b", "1"),
         lambda s: s.check(["fine", 5]),
         lambda s: s.set("lone surrogate \ud800", "v"),
         lambda s: s.set("k", "\ud800"),
@@ -258,7 +300,7 @@ def test_a_caller_that_gave_up_is_not_counted_at_a_barrier(store):
         impatient.barrier("b", 2, 0.02)
     gone = in_thread(dying.barrier, "b", 2)
     assert until(lambda: store.get("b") == b"1")
-    dying._connection._sock.shutdown(socket.SHUT_RDWR)
+    shut_down(dying)
     with pytest.raises(StoreConnectionError):
         gone()
     assert until(lambda: store.get("b") == b"0")
@@ -280,7 +322,7 @@ def test_each_item_of_a_queue_goes_to_one_waiter(store):
 def test_an_item_promised_to_a_client_that_dies_goes_to_the_next(store):
     """The first waiter is woken and closes without taking the item; the second must get it."""
     first, second = client(store.port), client(store.port)
-    raw = first._connection._sock
+    raw = socket.socket(fileno=os.dup(first._connection.fd))
     raw.sendall(b"\x06" + (1).to_bytes(8, "little") + (2).to_bytes(8, "little") + b"/q")  # waits, will never pop
     store.add("sync", 0)
     assert until(lambda: store.server_stats()["requests"] >= 8)
@@ -290,6 +332,7 @@ def test_an_item_promised_to_a_client_that_dies_goes_to_the_next(store):
     assert raw.recv(1) == b"\x00"
     time.sleep(0.02)
     raw.close()
+    first.close()
     assert result() == b"item"
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -401,6 +403,7 @@ def many_tensors() -> None:
 
 
 def store_server() -> None:
+    import symcomm.errors
     from symcomm.store import TCPStore
 
     master = TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
@@ -418,6 +421,22 @@ def store_server() -> None:
     for thread in team:
         thread.join()
     assert master.add("count", 0) == 200
+    large = os.urandom((3 << 20) + 1)  # read in pieces, since so much might be a lie
+    clients[0].set("large", large)
+    assert clients[0].get("large") == large and clients[1].multi_get(["large", "large"]) == [large, large]
+    for start, more in ((str(2**63 - 1), 1), (str(-(2**63)), -1), ("9" * 80, 0), (" " * 80 + "x", 1)):
+        clients[0].set("number", start)
+        try:
+            raise AssertionError(clients[0].add("number", more))
+        except symcomm.errors.BadArgumentError:
+            continue
+    key = struct.pack("=Q", 8) + b"/barrier"
+    for count, world in (("-10", -100), (str(2**63 - 2), 1), (str(-(2**63)), 5), (str(2**63 - 1), 1)):
+        clients[0].set("barrier", count)
+        with socket.create_connection(("127.0.0.1", master.port)) as sock:
+            sock.sendall(struct.pack("=BI", 0, 0x3C85F7CE) + b"\x12" + key + struct.pack("=q", world))
+            sock.shutdown(socket.SHUT_WR)
+            sock.recv(1)
 
 
 # --- building and running ------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Stores: ours by PyTorch's names, each of them a ``torch.distributed.Store`` too, so that C++ takes them.
 
-They are those of symcomm.store, which need no torch, with a C++ half (see torch_backend/stores.py).
+They are those of symcomm.store, which need no torch, with a C++ half (see torch_backend/stores.py). As in PyTorch a
+time is a timedelta or a float here; those of symcomm.store take whole seconds, too.
 ``as_torch_store`` gives one to a store that was made without. Our ``PrefixStore`` and ``_StoreCollectives``
 take stores of all kinds.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,6 +22,7 @@ from symcomm.store import HashStore as OwnHashStore
 from symcomm.store import PrefixStore as OwnPrefixStore
 from symcomm.store import QueueEmptyError, StoreCollectives
 from symcomm.store import Store as OwnStore
+from symcomm.store.file_formats import RECORDS
 from symcomm.store.tcp import TCPStore as OwnTCPStore
 from symcomm.torch_backend.stores import KeptWhileInCpp, as_torch_store
 from symcomm.torch_backend.torch_patches import store_errors
@@ -48,6 +51,45 @@ class Store(OwnStore, KeptWhileInCpp, metaclass=_AnyStore):
         KeptWhileInCpp.__init__(self)
 
 
+_Class = TypeVar("_Class", bound=type)
+_LEFT_OUT = object()
+
+
+def _times_as_in_pytorch(store: _Class) -> _Class:
+    """A class decorator: ``wait``, ``barrier`` and ``set_timeout`` take the times that PyTorch's take."""
+    wait, barrier, set_timeout = store.wait, store.barrier, store.set_timeout  # type: ignore[attr-defined]
+
+    @functools.wraps(wait)
+    def checked_wait(self: Any, keys: Any, timeout: Any = _LEFT_OUT) -> None:
+        if timeout is _LEFT_OUT:
+            return wait(self, keys)
+        return wait(self, keys, _to_time(f"{store.__name__}.wait", timeout))
+
+    @functools.wraps(barrier)
+    def checked_barrier(self: Any, key: Any, world_size: Any, timeout: Any = None) -> None:
+        time = None if timeout is None else _to_time(f"{store.__name__}.barrier", timeout)
+        return barrier(self, key, world_size, time)
+
+    @functools.wraps(set_timeout)
+    def checked_set_timeout(self: Any, timeout: Any) -> None:
+        _to_time(f"{store.__name__}.set_timeout", timeout)
+        return set_timeout(self, timeout)  # which refuses a negative one: no later wait could end well
+
+    for name, checked in (("wait", checked_wait), ("barrier", checked_barrier), ("set_timeout", checked_set_timeout)):
+        setattr(store, name, checked)
+    return store
+
+
+def _to_time(call: str, timeout: Any) -> timedelta | float:
+    """What is over already is no time at all: a program may have subtracted."""
+    if isinstance(timeout, timedelta):
+        return max(timeout, timedelta(0))
+    if not isinstance(timeout, float):
+        raise wrong_type(call, "timeout", timeout, "a timedelta, or a float of seconds")
+    return 0.0 if timeout < 0 else timeout
+
+
+@_times_as_in_pytorch
 class HashStore(OwnHashStore, Store):
     __doc__ = OwnHashStore.__doc__
 
@@ -56,8 +98,10 @@ class HashStore(OwnHashStore, Store):
         OwnHashStore.__init__(self)
 
 
+@_times_as_in_pytorch
 class FileStore(OwnFileStore, Store):
     __doc__ = OwnFileStore.__doc__
+    _preferred = RECORDS
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:
         Store.__init__(self)
@@ -68,15 +112,15 @@ class FileStore(OwnFileStore, Store):
         return FileStore(*args, **named)
 
     def num_keys(self) -> int:
-        """PyTorch keeps the number of processes that have the file open under a key, and counts that one too."""
-        return 1 + super().num_keys()
+        """PyTorch keeps the number of stores that are open under a key, and that of closed ones, and counts both."""
+        return self._look(lambda table: len(table.values) + 1 + (table.closed_stores > 0))  # type: ignore[attr-defined]
 
     def delete_key(self, key: str) -> bool:
-        """True, as in PyTorch, which does not look whether the key is there."""
-        super().delete_key(key)
-        return True
+        """True, as in PyTorch, which does not look whether the key is there; but a queue is no key in any store."""
+        return super().delete_key(key) or self.queue_len(key) == 0
 
 
+@_times_as_in_pytorch
 class PrefixStore(OwnPrefixStore, Store):
     __doc__ = OwnPrefixStore.__doc__
 
@@ -89,6 +133,7 @@ class PrefixStore(OwnPrefixStore, Store):
         return PrefixStore(prefix, store)
 
 
+@_times_as_in_pytorch
 class TCPStore(OwnTCPStore, Store):
     __doc__ = OwnTCPStore.__doc__
 

@@ -2,7 +2,7 @@
 
 base.py         Store: the calls every store has
 hash.py         HashStore: threads of one process
-file.py         FileStore: processes that share a file system
+file.py         FileStore: processes that share a file system; file_formats.py: how its file looks
 tcp.py          TCPStore: processes on any host
 prefix.py       PrefixStore: a part of another store, for its own use
 collectives.py  StoreCollectives: barrier, broadcast, gather, scatter, sum with nothing but a store

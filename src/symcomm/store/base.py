@@ -10,16 +10,19 @@ the keys that did not come, when ``timeout`` seconds (300 unless set) have passe
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set, ValuesView
 from datetime import timedelta
+from typing import Any
 
 from symcomm.errors import (
     CallerError,
     DeadlineError,
+    OutOfRangeError,
     QueueEmptyError,
     StoreDeadlineError,
     bad_argument,
@@ -35,7 +38,8 @@ Timeout = timedelta | float
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 _LONGEST = 1e9  # seconds; thirty years, and below what the system's clocks can take
-_NUMBER = re.compile(rb"\s*[+-]?\d+\s*\Z")
+_NUMBER = re.compile(rb"\s*([+-]?)0*(\d+)")  # what follows is ignored, as PyTorch's stores do
+_INT64 = range(-(2**63), 2**63)
 _POLL_FIRST, _POLL_LAST = 0.001, 0.020  # seconds between two looks at a store that cannot wake us
 
 
@@ -143,10 +147,9 @@ class Store:
         A caller that gives up takes itself off the count, so a later try is not let through by its ghost.
         """
         call = f"{type(self).__name__}.barrier"
-        if not isinstance(world_size, int) or world_size < 1:
-            raise bad_argument(call, "world_size", world_size, "a positive int")
+        key, world_size = to_key(call, key), to_world_size(call, world_size)
         seconds = self._seconds(timeout)
-        counter = f"{to_key(call, key)}/num_members"
+        counter = f"{key}/num_members"
         turn, place = divmod(self.add(counter, 1) - 1, world_size)
         if place == world_size - 1:
             if turn > 0:
@@ -207,7 +210,7 @@ class Store:
             return False
         return True
 
-    @contextmanager
+    @contextlib.contextmanager
     def _exclusively(self, key: str, seconds: float) -> Iterator[None]:
         """Keep others who do the same off ``key``.
 
@@ -245,7 +248,10 @@ class Store:
 def to_bytes(call: str, value: object) -> bytes:
     """A value as bytes: text becomes UTF-8."""
     if isinstance(value, str):
-        return value.encode()
+        try:
+            return value.encode()
+        except UnicodeEncodeError:
+            raise wrong_type(call, "value", value, "text that UTF-8 can hold", "pass bytes") from None
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     raise wrong_type(call, "value", value, "str or bytes", "use str(value), or pickle.dumps(value) for objects")
@@ -254,51 +260,98 @@ def to_bytes(call: str, value: object) -> bytes:
 def to_key(call: str, key: object) -> str:
     """A key as text."""
     if isinstance(key, str):
-        return key
+        if key.isascii():
+            return key
+        try:
+            return key.encode().decode()
+        except UnicodeEncodeError:
+            raise wrong_type(call, "key", key, "text that UTF-8 can hold") from None
+    if not isinstance(key, bytes | bytearray):
+        raise wrong_type(call, "key", key, "a str")
     try:
-        return key.decode()  # type: ignore[attr-defined]
-    except AttributeError:
-        raise wrong_type(call, "key", key, "a str") from None
+        return key.decode()
     except UnicodeDecodeError:
         raise bad_argument(call, "key", key, "a str") from None
 
 
 def to_keys(call: str, keys: object) -> list[str]:
     """A list of keys; a lone str is refused, as it would be taken for a list of letters."""
-    if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
-        raise wrong_type(call, "keys", keys, "a list of str", "put brackets around a single key")
-    return [to_key(call, key) for key in keys]
+    return [to_key(call, key) for key in _to_list(call, "keys", keys, "put brackets around a single key")]
 
 
-def to_pairs(call: str, keys: object, values: Sequence[Value]) -> list[tuple[str, bytes]]:
+def _to_list(call: str, argument: str, items: object, fix: str = "") -> list[object]:
+    """What PyTorch takes for a list: sequences, sets and generators, but no dictionary."""
+    if not isinstance(items, str | bytes | Mapping) and (
+        hasattr(type(items), "__getitem__") or isinstance(items, Set | Generator | ValuesView | map | zip)
+    ):
+        return list(items)  # type: ignore[call-overload]
+    raise wrong_type(call, argument, items, "a list of str", fix)
+
+
+def to_pairs(call: str, keys: object, values: object) -> list[tuple[str, bytes]]:
     """Keys with their values, which must be as many."""
-    names = to_keys(call, keys)
-    if len(names) != len(values):
-        raise bad_argument(call, "values", f"{len(values)} values", f"as many as the {len(names)} keys")
-    return [(name, to_bytes(call, value)) for name, value in zip(names, values, strict=True)]
+    names, given = to_keys(call, keys), _to_list(call, "values", values)
+    if len(names) != len(given):
+        raise bad_argument(call, "values", f"{len(given)} values", f"as many as the {len(names)} keys")
+    return [(name, to_bytes(call, value)) for name, value in zip(names, given, strict=True)]
 
 
-def to_amount(call: str, amount: object) -> int:
-    """What ``add`` may add: a 64-bit int."""
-    if isinstance(amount, int) and -(2**63) <= amount < 2**63:
-        return int(amount)
-    raise wrong_type(call, "amount", amount, "an int that fits in 64 bits")
+def to_int(call: str, argument: str, number: object, within: range = _INT64, allowed: str = "") -> int:
+    """What PyTorch takes for an int: whatever can be one (of NumPy, a tensor), but for floats and text."""
+    found = number if type(number) is int else _as_int(number)
+    if found is None or found not in within:
+        raise wrong_type(call, argument, number, allowed or "an int that fits in 64 bits")
+    return found
+
+
+def _as_int(number: Any) -> int | None:
+    if isinstance(number, float | str | bytes | bytearray):
+        return None
+    for convert in (operator.index, int):  # a tensor of floats refuses the first
+        with contextlib.suppress(Exception):
+            return convert(number)
+    return None
+
+
+def to_world_size(call: str, world_size: object) -> int:
+    number = to_int(call, "world_size", world_size)
+    if number < 1:
+        raise bad_argument(call, "world_size", number, "a positive int")
+    return number
+
+
+def to_flag(call: str, argument: str, flag: object) -> bool:
+    """What PyTorch takes for a bool: numbers and None, too, but nothing that merely has a length."""
+    if flag is None or hasattr(type(flag), "__bool__"):
+        with contextlib.suppress(Exception):  # an array of several
+            return bool(flag)
+    raise wrong_type(call, argument, flag, "a bool")
 
 
 def add_to(call: str, key: str, stored: bytes, amount: int) -> int:
-    """``stored + amount`` in 64-bit arithmetic; ``stored`` is a decimal number, or empty for 0."""
-    if stored and not _NUMBER.match(stored):
+    """``stored + amount``; ``stored`` begins with a decimal number, or is empty for 0."""
+    found = _NUMBER.match(stored)
+    if stored and not found:
         raise bad_argument(call, f"the value of {key!r}", stored, "a decimal number", "use another key for counting")
-    return (int(stored or b"0") + amount + 2**63) % 2**64 - 2**63
+    sign, digits = found.groups() if found else (b"", b"0")
+    before = int(sign + digits) if len(digits) < 20 else 2**64  # Python refuses to read thousands of digits
+    if before not in _INT64:
+        raise OutOfRangeError(
+            f"{call}: the value of {key!r} does not fit in 64 bits, got {stored[:40]!r}; use another key for counting."
+        )
+    if before + amount not in _INT64:
+        raise OutOfRangeError(f"{call}: {before} + {amount} does not fit in 64 bits; {key!r} stays {before}.")
+    return before + amount
 
 
 def to_seconds(timeout: object, call: str = "Store") -> float:
     """A timedelta or a number of seconds, as seconds."""
     if isinstance(timeout, timedelta):
         return to_seconds(timeout.total_seconds(), call)
-    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 <= timeout <= _LONGEST:
-        return float(timeout)
-    refuse = bad_argument if isinstance(timeout, int | float) else wrong_type
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if is_number and 0 <= timeout <= _LONGEST:  # type: ignore[operator]
+        return float(timeout)  # type: ignore[arg-type]
+    refuse = bad_argument if is_number else wrong_type
     raise refuse(call, "timeout", timeout, "a timedelta or a number of seconds, from 0 to 1e9")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from symcomm.errors import CallerError, DeadlineError, StoreDeadlineError, bad_argument, deadline
-from symcomm.store.base import DEFAULT_TIMEOUT, Store, Timeout, Value, to_amount, to_bytes, to_key, to_seconds
+from symcomm.store.base import DEFAULT_TIMEOUT, Store, Timeout, Value, to_bytes, to_int, to_key, to_seconds
 
 
 class StoreCollectives:
@@ -86,7 +86,7 @@ class StoreCollectives:
 
     def all_sum(self, key: str, data: int, timeout: Timeout = DEFAULT_TIMEOUT) -> int:
         """The sum of every rank's number, on every rank."""
-        seconds, own = to_seconds(timeout, "all_sum"), to_amount("all_sum", data)
+        seconds, own = to_seconds(timeout, "all_sum"), to_int("all_sum", "data", data)
         key = self._use("all_sum", key)
         self._store.add(key, own)
         self._barrier(f"all_sum({key!r})", f"{key}/barrier", seconds)

@@ -1,15 +1,9 @@
 """FileStore: a store in one file that processes share.
 
-The file is a log. It opens with eight bytes that say what it is; then come frames, each one a change (or several that
-belong together)::
-
-    head     length of the body, checksum of the body, checksum of the head and of its place in the file
-    body     one or more of: kind, length of key, length of value, key, value
-
-Writers hold the file's lock (``flock``, which the kernel drops when a process dies), read what is new, and put one
-frame at the end. A writer that is killed half way leaves a piece of a frame at the end: readers see that it is not
-whole and stop before it, and the next writer cuts it off. A frame that is whole but does not match its checksums is
-damage, and is reported rather than guessed at. Readers take no lock. The file only ever grows.
+The file is a log of changes (see file_formats.py). Writers hold the file's lock (``flock``, which the kernel drops when
+a process dies), read what is new, and put their change at the end. A writer that is killed half way leaves a piece of a
+change there: readers see that it is not whole and stop before it, and the next writer cuts it off. Readers take no lock
+where checksums tell them what is whole; in PyTorch's format they share one. The file only ever grows.
 """
 
 from __future__ import annotations
@@ -18,126 +12,43 @@ import contextlib
 import fcntl
 import os
 import random
-import struct
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from symcomm import errors
-from symcomm.store.base import poll_until
+from symcomm.store.base import poll_until, to_int
+from symcomm.store.file_formats import FRAMES, Format, LoggedTable, format_of
 from symcomm.store.hash import Result, Table, TableStore
 
-MAGIC = b"SymStor1"
 NAMELESS = "/proc/self/fd/"  # a file that has no name, and goes with the last process that holds it
-HEAD = struct.Struct("<III")
-CHANGE = struct.Struct("<BII")
 _leaving: deque[tuple[Log, int]] = deque()  # logs to leave once their thread holds no file's lock
 _thread = threading.local()  # .holds: the file whose lock this thread holds, or ""
-KINDS = ("set", "append", "delete", "push", "pop", "open", "close")
-
-Change = tuple[str, str, bytes]
-
-
-# --- frames ----------------------------------------------------------------------------------------
-
-
-def encode_frame(changes: list[Change], place: int) -> bytes:
-    """One frame with these changes, to be written at byte ``place``."""
-    parts = []
-    for kind, key, value in changes:
-        name = key.encode("utf-8", "surrogatepass")
-        parts += [CHANGE.pack(KINDS.index(kind), len(name), len(value)), name, value]
-    body = b"".join(parts)
-    return _head(body, place) + body
-
-
-def decode_frames(data: bytes, place: int) -> tuple[list[Change], int, str]:
-    """The changes in ``data``, which begins at byte ``place`` of the file.
-
-    Returns them with the number of bytes they took, and what follows: ``"end"``, ``"torn"`` (a piece of a frame) or
-    ``"damaged"`` (a frame that nobody wrote so).
-    """
-    changes: list[Change] = []
-    done = 0
-    while done < len(data):
-        if len(data) - done < HEAD.size:
-            return changes, done, "torn"
-        length, _, _ = HEAD.unpack_from(data, done)
-        head, body = data[done : done + HEAD.size], data[done + HEAD.size : done + HEAD.size + length]
-        if head[8:] != _seal(head[:8], place + done):
-            return changes, done, "damaged"
-        if len(body) < length:
-            return changes, done, "torn"
-        if head != _head(body, place + done):
-            return changes, done, "damaged"
-        changes += _changes(body)
-        done += HEAD.size + length
-    return changes, done, "end"
-
-
-def _head(body: bytes, place: int) -> bytes:
-    start = struct.pack("<II", len(body), zlib.crc32(body))
-    return start + _seal(start, place)
-
-
-def _seal(start: bytes, place: int) -> bytes:
-    return struct.pack("<I", zlib.crc32(start, place & 0xFFFFFFFF))
-
-
-def _changes(body: bytes) -> Iterator[Change]:
-    at = 0
-    while at < len(body):
-        kind, key_length, value_length = CHANGE.unpack_from(body, at)
-        key_end = at + CHANGE.size + key_length
-        key = body[at + CHANGE.size : key_end].decode("utf-8", "surrogatepass")
-        yield KINDS[kind], key, body[key_end : key_end + value_length]
-        at = key_end + value_length
 
 
 # --- the log ---------------------------------------------------------------------------------------
 
 
-class LoggedTable(Table):
-    """A table that remembers its changes until they are written, and how many stores use the file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unwritten: list[Change] = []
-        self.open_stores = 0
-        self.closed_stores = 0
-
-    def change(self, kind: str, key: str, value: bytes = b"") -> None:
-        self.replay(kind, key, value)
-        self.unwritten.append((kind, key, value))
-
-    def replay(self, kind: str, key: str, value: bytes) -> None:
-        if kind == "open":
-            self.open_stores += 1
-        elif kind == "close":
-            self.open_stores -= 1
-            self.closed_stores += 1
-        else:
-            super().change(kind, key, value)
-
-
 class Log:
-    """The open file and the table made from it. ``offset`` is the end of the last whole frame we have read."""
+    """The open file and the table made from it. ``offset`` is the end of the last whole change we have read;
+    ``format`` is the file's, and while it is empty the one that it will have."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, preferred: Format) -> None:
         self.path = path
+        self.format = preferred
         self.owner = os.getpid()
         self._open(path)
 
     def _open(self, path: str) -> None:
         try:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the second is for a name with a zero in it
+            reason = getattr(error, "strerror", None) or str(error)
             raise errors.bad_argument(
-                "FileStore", "file_name", self.path, f"a file we can read and write ({error.strerror})"
+                "FileStore", "file_name", self.path, f"a file we can read and write ({reason})"
             ) from None
         self.pid = os.getpid()
         self.threads = threading.RLock()
@@ -222,12 +133,12 @@ class Log:
                 log, world_size = _leaving.popleft()
                 log.leave(world_size)
 
-    def _lock(self, seconds: float) -> None:
+    def _lock(self, seconds: float, how: int = fcntl.LOCK_EX) -> None:
         end = time.monotonic() + seconds
         pause = 0.0001
         while True:
             try:
-                return fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(self.fd, how | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= end:
                     raise errors.deadline(
@@ -254,31 +165,35 @@ class Log:
         self._mend()
         result = step(self.table)
         if self.table.unwritten:
-            self._write(encode_frame(self.table.unwritten, self.offset))
+            self._write(self.format.encode(self.table, self.offset))
             self.table.unwritten.clear()
         return result
 
     def _mend(self) -> None:
         """With the lock held: read what is new, and cut off what a killed writer left behind."""
+        if self._read_sound() == "torn":
+            os.ftruncate(self.fd, self.offset)
+        if self.offset == 0:
+            self._write(self.format.opening)
+
+    def catch_up(self, seconds: float) -> None:
+        """Without the file's lock, where that is safe: read what is new."""
+        # What looks damaged we may have read while a writer replaced a torn frame. Look again when nobody writes.
+        if not self.format.is_checked or self._read() == "damaged":
+            self._lock(seconds, fcntl.LOCK_SH)
+            try:
+                self._read_sound()
+            finally:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def _read_sound(self) -> str:
+        """While nobody can write: read what is new, and say whether a piece of a change follows."""
         what_follows = self._read()
         if what_follows == "damaged":
             raise errors.StoreConnectionError(
                 f"FileStore: {self.path} is damaged at byte {self.offset}; remove it and start the job again."
             )
-        if what_follows == "torn":
-            os.ftruncate(self.fd, self.offset)
-        if self.offset == 0:
-            self._write(MAGIC)
-
-    def catch_up(self, seconds: float) -> None:
-        """Without the file's lock: read what is new."""
-        if self._read() == "damaged":
-            # We may have read while a writer replaced a torn frame. Look again when nobody writes.
-            self._lock(seconds)
-            try:
-                self._mend()
-            finally:
-                fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return what_follows
 
     def _read(self) -> str:
         size = os.fstat(self.fd).st_size
@@ -288,14 +203,16 @@ class Log:
             return "damaged"  # somebody cut off frames that we have seen
         data = self._bytes(size - self.offset)
         if self.offset == 0:
-            if not data.startswith(MAGIC[: len(data)]):
+            found = format_of(data)
+            if found is None:
                 raise errors.bad_argument(
                     "FileStore", "file_name", self.path, "a new file, or one that a FileStore made", "use another name"
                 )
-            if len(data) < len(MAGIC):
+            self.format = found
+            if len(data) < len(found.first):
                 return "torn"
-            self.offset, data = len(MAGIC), data[len(MAGIC) :]
-        changes, taken, what_follows = decode_frames(data, self.offset)
+            self.offset, data = len(found.opening), data[len(found.opening) :]
+        changes, taken, what_follows = self.format.decode(data, self.offset)
         for change in changes:
             self.table.replay(*change)
         self.offset += taken
@@ -328,22 +245,27 @@ class FileStore(TableStore):
     """A store in the file ``file_name``, for processes (and threads) that can all reach it.
 
     With ``world_size`` given, the file is removed when that many stores have been closed and none is left open.
-    Start each job with a new name: what an earlier job left in the file is still there.
+    Start each job with a new name: what an earlier job left in the file is still there. A file that PyTorch's made is
+    read and written in its format.
 
     Raises: BadArgumentError, StoreDeadlineError, QueueEmptyError, StoreConnectionError for a damaged file,
     ResourceError.
     """
 
-    def __init__(self, file_name: str, world_size: int = -1) -> None:
-        if not isinstance(file_name, str | os.PathLike) or not os.fspath(file_name):
+    _preferred: Format = FRAMES  # for a new file
+
+    def __init__(self, file_name: str | bytes | os.PathLike[Any], world_size: int = -1) -> None:
+        if isinstance(file_name, bytearray):
+            file_name = bytes(file_name)
+        if not isinstance(file_name, str | bytes | os.PathLike):
             raise errors.wrong_type("FileStore", "file_name", file_name, "a path")
-        if not isinstance(world_size, int):
-            raise errors.wrong_type("FileStore", "world_size", world_size, "an int")
-        self._path = os.fspath(file_name)
-        self._world_size = world_size
-        self._log = Log(os.path.abspath(self._path))
+        self._path = os.fsdecode(file_name)
+        if not self._path:
+            raise errors.bad_argument("FileStore", "file_name", file_name, "a path")
+        self._world_size = to_int("FileStore", "world_size", world_size, range(-(2**31), 2**31), "an int")
+        self._log = Log(os.path.abspath(self._path), self._preferred)
         self._log.join(self._seconds(None))
-        weakref.finalize(self, self._log.leave, world_size)
+        weakref.finalize(self, self._log.leave, self._world_size)
 
     @property
     def path(self) -> str:

@@ -15,8 +15,9 @@ from symcomm.store.base import (
     Value,
     add_to,
     keys_missing,
-    to_amount,
     to_bytes,
+    to_flag,
+    to_int,
     to_key,
     to_keys,
     to_pairs,
@@ -40,7 +41,7 @@ class Table:
         elif kind == "append":
             self.values[key] = self.values.get(key, b"") + value
         elif kind == "delete":
-            del self.values[key]
+            self.values.pop(key, None)  # PyTorch's also deletes what is not there
         elif kind == "push":
             self.queues.setdefault(key, deque()).append(value)
         elif kind == "pop":
@@ -91,7 +92,7 @@ class TableStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         call = self._call("add")
-        name, amount = to_key(call, key), to_amount(call, amount)
+        name, amount = to_key(call, key), to_int(call, "amount", amount)
 
         def step(table: Table) -> int:
             total = add_to(call, name, table.values.get(name, b""), amount)
@@ -161,7 +162,7 @@ class TableStore(Store):
         self._edit(lambda table: table.change("push", name, data))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        name = to_key(self._call("queue_pop"), key)
+        name, block = to_key(self._call("queue_pop"), key), to_flag(self._call("queue_pop"), "block", block)
         seconds = self._seconds(None) if block else 0.0
         end = time.monotonic() + seconds
 

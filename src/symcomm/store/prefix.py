@@ -20,11 +20,10 @@ class PrefixStore(Store):
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
-        if not isinstance(prefix, str):
-            raise wrong_type("PrefixStore", "prefix", prefix, "a str")
-        if not callable(getattr(store, "get", None)) or not callable(getattr(store, "set", None)):
+        has_calls = callable(getattr(store, "get", None)) and callable(getattr(store, "set", None))
+        if isinstance(store, type) or not has_calls:
             raise wrong_type("PrefixStore", "store", store, "a Store")
-        self._prefix = prefix
+        self._prefix = to_key("PrefixStore", prefix)
         self._store = store
 
     @property

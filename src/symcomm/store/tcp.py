@@ -26,12 +26,14 @@ from symcomm.store.base import (
     add_to,
     barrier_late,
     keys_missing,
-    to_amount,
     to_bytes,
+    to_flag,
+    to_int,
     to_key,
     to_keys,
     to_pairs,
     to_seconds,
+    to_world_size,
     wait_late,
 )
 from symcomm.store.tcp_server import Server, StoreLimits, start_server
@@ -89,12 +91,14 @@ class TCPStore(Store):
         patient: bool = True,
         token_is_optional: bool = False,
     ):
-        _check_arguments(host_name, port, world_size)
-        workers = world_size if world_size is not None and world_size > 0 else None
+        call = "TCPStore"
+        host_name, port, workers = _to_host(host_name), _to_port(port), _to_workers(world_size)
+        is_master, use_libuv = to_flag(call, "is_master", is_master), to_flag(call, "use_libuv", use_libuv)
+        wait_for_workers = to_flag(call, "wait_for_workers", wait_for_workers)
         self.set_timeout(timeout)
         self._host = host_name
         self._token, self._own_token = _find_token(token)
-        self._use_libuv = bool(use_libuv)
+        self._use_libuv = use_libuv
         self._lock = threading.RLock()
         self._in_call = False  # the connection waits for an answer; see _aside()
         self._connection: Connection | None = None
@@ -112,7 +116,7 @@ class TCPStore(Store):
                     token_is_optional=token_is_optional,
                     limits=limits or StoreLimits(),
                     world_size=workers,
-                    multi_tenant=multi_tenant,
+                    multi_tenant=to_flag(call, "multi_tenant", multi_tenant),
                     seconds=self._timeout_s,
                 )
             except errors.StoreConnectionError:
@@ -128,7 +132,7 @@ class TCPStore(Store):
     # --- values ------------------------------------------------------------------------------------
 
     def set(self, key: str, value: Value) -> None:
-        self._call("set", wire.SET, key, _value("set", value), "-")
+        self._call("set", wire.SET, _key("set", key), _value("set", value), "-")
 
     def get(self, key: str) -> bytes:
         """The value of ``key``; waits until somebody sets it.
@@ -136,6 +140,7 @@ class TCPStore(Store):
         Asks right away, which takes one exchange instead of PyTorch's two. An empty answer may mean that there is no
         such key yet; only then does it wait.
         """
+        key = _key("get", key)
         if not self._wait_before_get:
             try:
                 if value := self._call("get", wire.GET, key, None, "v"):
@@ -163,24 +168,25 @@ class TCPStore(Store):
         self._call("multi_set", wire.MULTI_SET, _NO_KEYS, (len(pairs), *fields), "-")
 
     def add(self, key: str, amount: int) -> int:
+        key, amount = _key("add", key), to_int("TCPStore.add", "amount", amount)
         try:
-            return self._call("add", wire.ADD, key, to_amount("TCPStore.add", amount), "8")
+            return self._call("add", wire.ADD, key, amount, "8")
         except errors.StoreConnectionError as error:
-            self._blame_value(key, error)
+            self._blame_value(key, amount, error)
             raise
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         body = (_value("compare_set", expected), _value("compare_set", desired))
-        return self._call("compare_set", wire.COMPARE_SET, key, body, "v")
+        return self._call("compare_set", wire.COMPARE_SET, _key("compare_set", key), body, "v")
 
     def append(self, key: str, value: Value) -> None:
-        self._call("append", wire.APPEND, key, _value("append", value), "-")
+        self._call("append", wire.APPEND, _key("append", key), _value("append", value), "-")
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._call("check", wire.CHECK, _keys("check", keys), None, "1") == 0
 
     def delete_key(self, key: str) -> bool:
-        return self._call("delete_key", wire.DELETE, key, None, "8") == 1
+        return self._call("delete_key", wire.DELETE, _key("delete_key", key), None, "8") == 1
 
     def num_keys(self) -> int:
         """How many keys there are, the store's own among them."""
@@ -202,8 +208,7 @@ class TCPStore(Store):
         On our server a key can be used again and again, and a caller that gives up or dies is not counted. PyTorch's
         server lets everybody through from the second use on.
         """
-        if not isinstance(world_size, int) or world_size < 1:
-            raise errors.bad_argument("TCPStore.barrier", "world_size", world_size, "a positive int")
+        key, world_size = _key("barrier", key), to_world_size("TCPStore.barrier", world_size)
         seconds = self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.barrier")
         if not self._wait_call("barrier", wire.BARRIER, key, world_size, seconds):
             raise barrier_late(f"TCPStore.barrier({key!r})", key, seconds, f"fewer than {world_size} came")
@@ -216,10 +221,11 @@ class TCPStore(Store):
     # --- queues ------------------------------------------------------------------------------------
 
     def queue_push(self, key: str, value: Value) -> None:
-        self._call("queue_push", wire.PUSH, key, _value("queue_push", value), "-")
+        self._call("queue_push", wire.PUSH, _key("queue_push", key), _value("queue_push", value), "-")
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the oldest value of the queue; if it is empty wait for one, or raise QueueEmptyError."""
+        key, block = _key("queue_pop", key), to_flag("TCPStore.queue_pop", "block", block)
         end = None
         while (value := self._call("queue_pop", wire.POP, key, None, "q")) is None:
             if not block:
@@ -231,7 +237,7 @@ class TCPStore(Store):
         return value
 
     def queue_len(self, key: str) -> int:
-        return self._call("queue_len", wire.QUEUE_LEN, key, None, "8")
+        return self._call("queue_len", wire.QUEUE_LEN, _key("queue_len", key), None, "8")
 
     # --- about the store ---------------------------------------------------------------------------
 
@@ -391,13 +397,13 @@ class TCPStore(Store):
             connection.close()
         raise error
 
-    def _blame_value(self, key: str, error: errors.StoreConnectionError) -> None:
-        """A server can only hang up on somebody who adds to what is not a number; a look at the value tells."""
+    def _blame_value(self, key: str, amount: int, error: errors.StoreConnectionError) -> None:
+        """A server can only hang up on somebody who adds to what is not a number, or too much; the value tells."""
         try:
             value = self._call("get", wire.GET, key, None, "v")
         except errors.StoreConnectionError:
             raise error from None
-        add_to("TCPStore.add", key, value, 0)
+        add_to("TCPStore.add", key, value, amount)
 
     def _wait_for_workers(self, world_size: int) -> None:
         """Every process counts itself; the server's process stays until all have, so that it does not leave early."""
@@ -419,7 +425,7 @@ class TCPStore(Store):
 
 
 _REFUSALS = {
-    "add": "to add to a value that is not a number",
+    "add": "to add to a value that is not a number or too large",
     "barrier": "to count on a value that is not a number, or is of a PyTorch before 2.13, which knows no barrier",
 }
 
@@ -428,21 +434,23 @@ def _value(call: str, value: Value) -> str | bytes:
     return value if type(value) is bytes or type(value) is str else to_bytes(f"TCPStore.{call}", value)
 
 
+def _key(call: str, key: str) -> str:
+    return key if type(key) is str else to_key(f"TCPStore.{call}", key)
+
+
 def _keys(call: str, keys: Sequence[str]) -> list[str]:
-    return keys if type(keys) is list else to_keys(f"TCPStore.{call}", keys)
+    return keys if type(keys) is list and {*map(type, keys)} <= {str} else to_keys(f"TCPStore.{call}", keys)
 
 
 def _bad_argument(call: str, keys: Any, error: Exception) -> Exception:
     """What is wrong with something that the native code could not use."""
     try:
         for key in keys if isinstance(keys, list) else [] if keys is _NO_KEYS else [keys]:
-            to_key(f"TCPStore.{call}", key).encode()
-    except UnicodeError:
-        return errors.bad_argument(f"TCPStore.{call}", "key", key, "text that UTF-8 can hold")
+            to_key(f"TCPStore.{call}", key)
+        if isinstance(error, UnicodeEncodeError):
+            to_bytes(f"TCPStore.{call}", error.object)
     except errors.BadArgumentError as known:
         return known
-    if isinstance(error, UnicodeEncodeError):
-        return errors.bad_argument(f"TCPStore.{call}", "value", error.object, "text that UTF-8 can hold", "pass bytes")
     return error
 
 
@@ -450,15 +458,25 @@ def _client(host: str, port: int, timeout: timedelta, use_libuv: bool, token: by
     return TCPStore(host, port, timeout=timeout, use_libuv=use_libuv, token=token)
 
 
-def _check_arguments(host_name: object, port: object, world_size: object) -> None:
+def _to_host(host_name: object) -> str:
+    if isinstance(host_name, bytes | bytearray):
+        return host_name.decode(errors="replace")
     if not isinstance(host_name, str):
         raise errors.wrong_type("TCPStore", "host_name", host_name, "a str: a host name or an address")
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
-        raise errors.bad_argument("TCPStore", "port", port, "an int from 0 to 65535")
-    if world_size is not None and (not isinstance(world_size, int) or world_size == 0):
-        raise errors.bad_argument(
-            "TCPStore", "world_size", world_size, "a positive int, or None (or negative) for any number"
-        )
+    return host_name
+
+
+def _to_port(port: object) -> int:
+    return to_int("TCPStore", "port", port, range(1 << 16), "an int from 0 to 65535")
+
+
+def _to_workers(world_size: object) -> int | None:
+    """How many workers there will be; None if that is not known."""
+    allowed = "a positive int, or None (or negative) for any number"
+    number = -1 if world_size is None else to_int("TCPStore", "world_size", world_size, range(-(2**31), 2**31), allowed)
+    if number == 0:
+        raise errors.bad_argument("TCPStore", "world_size", number, allowed)
+    return number if number > 0 else None
 
 
 def _agent_serves(port: int) -> bool:

@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 from symcomm._core import native
@@ -47,15 +48,18 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SLICE)
-        self._sock = sock
-        self.fd = sock.fileno()
+        self.fd = sock.detach()  # a socket that nobody closed would warn when it goes
 
     def exchange(self, frame: bytes, shape: str, count: int, seconds: float) -> Any:
         """Send a frame and return an answer of the given shape."""
         return native.store_exchange(self.fd, frame, shape, count, seconds)
 
-    def close(self) -> None:
-        self._sock.close()
+    def close(self, close: Callable[[int], None] = os.close) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            close(fd)
+
+    __del__ = close
 
 
 def connect(host: str, port: int, seconds: float, token: bytes | None, *, patient: bool = True) -> Connection:
@@ -93,7 +97,11 @@ def _connect_once(host: str, port: int, end: float, token: bytes | None) -> Conn
             sock.settimeout(max(end - time.monotonic(), 0.001))
             sock.connect(address)
             connection = Connection(sock)
-            _say_hello(connection, f"{host}:{port}", max(end - time.monotonic(), 0.001), token)
+            try:
+                _say_hello(connection, f"{host}:{port}", max(end - time.monotonic(), 0.001), token)
+            except BaseException:
+                connection.close()
+                raise
             return connection
         except OSError as error:
             sock.close()

@@ -30,6 +30,7 @@ from symcomm.observe.recorder.trace import parse_dump
 ANSWER = 2.0  # seconds for all ranks to report where they are
 LOOK = 0.02  # seconds between two polls for answers in files
 ANSWER_BYTES = 64 << 20  # that a rank's answer may have
+PIECE = 64 << 10  # bytes of it that are read at a time
 AT_ONCE = 64  # servers that are asked at the same time
 SPY_DEADLINE = 10.0
 STORE_DEADLINE = 3.0
@@ -77,12 +78,22 @@ def _from_servers(servers: Mapping[int, dict[str, Any]], deadline: float) -> dic
             connection.sock.settimeout(_left(deadline))
             answer = connection.getresponse()
             if answer.status == 200:
-                found[rank] = [ThreadStack.from_dict(stack) for stack in json.loads(answer.read())]
+                found[rank] = [ThreadStack.from_dict(stack) for stack in json.loads(read_answer(answer, deadline))]
     return found
 
 
 def _left(deadline: float) -> float:
     return max(0.01, deadline - time.monotonic())
+
+
+def read_answer(answer: http.client.HTTPResponse, deadline: float) -> bytes:
+    """The body, as it comes: memory is not taken for a length that was only announced. OSError if there is no end."""
+    body = bytearray()
+    while piece := answer.read(PIECE):
+        body += piece
+        if len(body) > ANSWER_BYTES or time.monotonic() > deadline:
+            raise ConnectionAbortedError(f"an answer of more than {len(body)} bytes")
+    return bytes(body)
 
 
 def request(address: str, token: str, path: str, deadline: float) -> http.client.HTTPConnection:

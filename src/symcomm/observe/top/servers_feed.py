@@ -18,7 +18,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import ThreadStack
-from symcomm.observe.top.ask import request
+from symcomm.observe.top.ask import read_answer, request
 from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 
 ANSWER = 2.0  # seconds for a server to answer
@@ -30,9 +30,10 @@ FAILURES = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
 
 def get_json(address: str, token: str, path: str, seconds: float = ANSWER) -> Any:
     """What a rank's server answers; any of FAILURES when it does not."""
-    with contextlib.closing(request(address, token, path, time.monotonic() + seconds)) as connection:
+    deadline = time.monotonic() + seconds
+    with contextlib.closing(request(address, token, path, deadline)) as connection:
         answer = connection.getresponse()
-        body = answer.read()
+        body = read_answer(answer, deadline)
         if answer.status != 200:
             raise ConnectionRefusedError(f"{address}{path}: {answer.status} {answer.reason}")
         return json.loads(body)
