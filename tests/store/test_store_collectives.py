@@ -148,7 +148,7 @@ def test_bad_arguments():
     for call, match in (
         (lambda: c.scatter_send("a", ["x", "y"]), "a list of 3 items"),
         (lambda: c.scatter_send("a", "xyz"), "a list of 3 items"),
-        (lambda: c.all_sum("a", "1"), "amount must be an int"),
+        (lambda: c.all_sum("a", "1"), "data must be an int"),
         (lambda: c.broadcast_send("a", 1), "str or bytes"),
         (lambda: c.barrier("a", "soon"), "barrier: timeout must be"),
         (lambda: c.barrier(1), "key must be a str"),
