@@ -6,6 +6,7 @@ The tree says whose fault it is::
       CallerError                 fix the call
         BadArgumentError            an argument is wrong (also a ValueError)
           WrongTypeError              it is of a type that the call does not take (also a TypeError)
+          OutputRefusedError          autograd does not let an output be written
           UnsupportedTensorError      a tensor of a kind that no collective takes (also a NotImplementedError)
           OutOfRangeError             a number does not fit in 64 bits (also an IndexError)
         CollectiveMismatchError     ranks made different calls
@@ -39,7 +40,8 @@ from typing import Any
 
 __all__ = [
     "BadArgumentError", "CallRefusedError", "CallerError", "CollectiveMismatchError", "DeadlineError",
-    "GroupUnusableError", "InternalError", "NoQuorumError", "OutOfRangeError", "PeerError", "QueueEmptyError",
+    "GroupUnusableError", "InternalError", "NoQuorumError", "OutOfRangeError", "OutputRefusedError", "PeerError",
+    "QueueEmptyError",
     "RankFailedError", "RendezvousError", "ResourceError", "StoreAuthError", "StoreConnectionError",
     "StoreDeadlineError", "StoreUnreachableError", "SymcommError", "UnsupportedTensorError", "WrongTypeError",
 ]  # fmt: skip
@@ -63,6 +65,11 @@ class WrongTypeError(BadArgumentError, TypeError):
 
 class UnsupportedTensorError(BadArgumentError, NotImplementedError):
     """A tensor is quantized, sparse or laid out in a way that the call does not take."""
+
+
+class OutputRefusedError(BadArgumentError):
+    """Autograd does not let an output of this rank be written, which stays as it is. The rank took part all the same:
+    the others have what they asked for, and the group can be used."""
 
 
 class OutOfRangeError(BadArgumentError, IndexError):

@@ -27,6 +27,7 @@ class Op(NamedTuple):
     rooted: bool = False
     reduces: bool = False
     listed: bool | None = None  # whether a rank's pieces are a list of tensors; None: there are none
+    copies: bool = False  # whether autograd sees an in-place copy into its outputs, as on torch's Gloo (see buffers.py)
 
     @property
     def backend_name(self) -> str:
@@ -58,11 +59,11 @@ OPS = (
     Op("reduce", "reduce", "REDUCE", *_IN_PLACE, plan="reduce", number=1, rooted=True, reduces=True),
     Op(
         "reduce_scatter_single", "reduce_scatter_single", "_REDUCE_SCATTER_BASE", *_PAIR, "_reduce_scatter_base",
-        plan="reduce_scatter", number=2, reduces=True, listed=False,
+        plan="reduce_scatter", number=2, reduces=True, listed=False, copies=True,
     ),
     Op(
         "reduce_scatter", "reduce_scatter", "REDUCE_SCATTER", "inputs", "output", *_TORCH_LISTS,
-        plan="reduce_scatter", number=11, reduces=True, listed=True,
+        plan="reduce_scatter", number=11, reduces=True, listed=True, copies=True,
     ),
     Op(
         "reduce_scatter_coalesced", "reduce_scatter_single_coalesced", "REDUCE_SCATTER_TENSOR_COALESCED", *_PAIRS,
@@ -71,11 +72,11 @@ OPS = (
     Op("broadcast", "broadcast", "BROADCAST", *_IN_PLACE, plan="broadcast", number=3, rooted=True),
     Op(
         "all_gather_single", "all_gather_single", "_ALLGATHER_BASE", *_PAIR, "_allgather_base",
-        plan="all_gather", number=4, listed=False,
+        plan="all_gather", number=4, listed=False, copies=True,
     ),
     Op(
         "all_gather", "allgather", "ALLGATHER", "input", "outputs", *_TORCH_LISTS,
-        plan="all_gather", number=6, listed=True,
+        plan="all_gather", number=6, listed=True, copies=True,
     ),
     Op(
         "all_gather_coalesced", "all_gather_single_coalesced", "COALESCED", *_PAIRS,
@@ -87,14 +88,17 @@ OPS = (
     ),
     Op(
         "gather", "gather", "GATHER", "input", "outputs", *_TORCH_LISTS,
-        plan="gather", number=7, rooted=True, listed=True,
+        plan="gather", number=7, rooted=True, listed=True, copies=True,
     ),
     Op(
         "gather_single", "gather_single", "GATHER", *_PAIR, alias="gather_into_tensor",
-        plan="gather", number=10, rooted=True, listed=False,
+        plan="gather", number=10, rooted=True, listed=False, copies=True,
     ),
     Op("scatter", "scatter", "SCATTER", "inputs", "output", *_TORCH_LISTS, plan="scatter", number=8, rooted=True),
-    Op("all_to_all", "alltoall", "ALLTOALL", "inputs", "outputs", *_TORCH_LISTS, plan="all_to_all", listed=True),
+    Op(
+        "all_to_all", "alltoall", "ALLTOALL", "inputs", "outputs", *_TORCH_LISTS,
+        plan="all_to_all", listed=True, copies=True,
+    ),
     Op(
         "all_to_all_single", "all_to_all_single", "ALLTOALL_BASE", *_PAIR, "alltoall_base",
         plan="all_to_all", number=5, listed=False,

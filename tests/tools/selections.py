@@ -14,6 +14,7 @@ TESTS = Path(__file__).parents[1]
 
 # What depends on the version of torch: its groups, stores, operators, compiler, DDP, and the programs built on them.
 TORCH = (
+    "autograd",
     "c10d_ddp", "c10d_engine", "c10d_enums", "c10d_groups", "c10d_handed_over", "c10d_names", "c10d_options",
     "c10d_store_grid", "c10d_stores", "c10d_symmetric", "c10d_works", "c10d_wrapper", "c10d_wrong_types",
     "compile_checks", "compile_options", "conformance_quick", "ddp_checks", "ddp_hook_order", "ddp_hooks",

@@ -98,6 +98,7 @@ class CudaExecution(Collectives):
     @explain_cuda_errors
     def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Any:
         """Meet the others, and put what was asked for into a stream."""
+        refusal = request.ask_autograd()
         request.keep_apart(self.rank, self.size)
         op, signature = request.op, self._signature(request)
         if self._captures():
@@ -109,6 +110,8 @@ class CudaExecution(Collectives):
             assert request.key is not None
             with Settled():
                 self._add_fast_path(tensor, request.key[0], signature, request.dtype, collectives, move.may_be_direct)
+        if refusal is not None:
+            raise refusal
         return work
 
     def refuse(self, error: Exception) -> None:

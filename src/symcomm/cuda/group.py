@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,7 +280,9 @@ class CudaGroup(CudaExecution):
             with self._lock:
                 if not self._queued:
                     started = time.monotonic()
-                    status = native.run(self.core.handle, plan, ins, outs, timeout_ns, self.core.site_number(1))
+                    status = native.run(
+                        self.core.handle, plan, ins, outs, timeout_ns, self.core.site_number(1), request.written
+                    )
                     if status:
                         self._promised = before
                         raise self.fail_with_status(status, call, call_site(1), time.monotonic() - started)
@@ -294,7 +296,7 @@ class CudaGroup(CudaExecution):
                 self._promised = before
 
         step = HostsStep(plan, ins, outs, timeout_ns, batch_of(async_op))
-        work = self._submit(call, step, put, not_put, request.result, (request, infos, plan))
+        work = self._submit(request, step, infos, put, not_put)
         if async_op:
             return work
         work.wait()
@@ -312,7 +314,9 @@ class CudaGroup(CudaExecution):
                 "share a GPU through MPS, of dtypes and operations that were used before. Call it outside of the graph."
             )
         [source], [out], plan = request.inputs, request.outputs, self._plan(signature, False)
-        status = native.run(self.core.handle, plan, (), (), timeout_ns, self.core.site_number(1))
+        status = native.run(
+            self.core.handle, plan, (), (), timeout_ns, self.core.site_number(1), request.written
+        )  # fmt: skip
         if status:
             raise self.fail_with_status(status, request.call, call_site(1), None)
         stream = self._stream_of(self.device)
@@ -355,7 +359,7 @@ class CudaGroup(CudaExecution):
         def run(handle: Any, plan: Any, timeout_ns: int, site: int, stream: int, address: int) -> int:
             infos = self._infos()
             INFO.pack_into(infos.mine, 0, *self._block_of(address), NOTHING, 0)
-            status = native.run(handle, plan, infos.ins, infos.outs, timeout_ns, site)
+            status = native.run(handle, plan, infos.ins, infos.outs, timeout_ns, site, ())
             if status:
                 return status
             places = self._symmetric(infos)
@@ -386,6 +390,7 @@ class CudaGroup(CudaExecution):
         with self._lock:
             if stream != self._last or self._queued:
                 return False
+            native.change_tensors(tensor)
             status = run(core.handle, plan, core.timeout_ns, site, stream, address)
             if status:
                 raise self.fail_with_status(status, "all_reduce", call_site(1), None)
@@ -393,15 +398,14 @@ class CudaGroup(CudaExecution):
         return True
 
     def _submit(
-        self, call: str, step: HostsStep, put: Callable[[int], None], fail: Callable[[], None], result: Sequence[Any],
-        keep: Any,
-    ) -> CudaWork:  # fmt: skip
+        self, request: Request, step: HostsStep, infos: Any, put: Callable[[int], None], fail: Callable[[], None]
+    ) -> CudaWork:
         """The hosts synchronize in the core's thread; then it puts the operation into our own stream, or calls
         ``fail``."""
         import torch
 
-        site, begun = call_site(1), time.monotonic()
-        work = CudaWork(self, call, result, keep)
+        site, begun, call = call_site(1), time.monotonic(), request.call
+        work = CudaWork(self, call, request.result, (request, infos, step.plan))
         with self._lock:
             if self._side_stream is None:
                 self._side_stream = torch.cuda.Stream(self.device, priority=-1)
@@ -432,7 +436,8 @@ class CudaGroup(CudaExecution):
             number = self.core.arena.flight.site(site)
             try:
                 work.request = native.submit(
-                    self.core.handle, step.plan, step.ins, step.outs, step.timeout_ns, number, on_arrival, step.batch
+                    self.core.handle, step.plan, step.ins, step.outs, step.timeout_ns, number, request.written, on_arrival,
+                    step.batch,
                 )
             except BaseException:
                 self._queued -= 1

@@ -228,6 +228,7 @@ class CudaMessages:
         self.failures.check_usable("irecv")
         target = tensor_view("irecv", "tensor", tensor, self.device, True)
         envelope = torch.zeros(8 * WORDS + HANDLE_BYTES, dtype=torch.uint8)
+        native.change_tensors(target.written)
         return CudaReceive(self, target, tensor, self.core.irecv(envelope, peer, tag), envelope)
 
     @devices.on_its_device
@@ -252,6 +253,7 @@ class CudaMessages:
             if fits and nbytes:
                 base = opened(envelope[8 * WORDS :].numpy().tobytes(), f"rank {source}")
                 driver().copy(target.address, base + offset, nbytes, stream)
+                native.change_tensors(target.written)
             driver().write(stream, flags.taken(slot), number & 0xFFFFFFFF)
         self._watch_receive(source, flags, count, timeout)
         if not fits:

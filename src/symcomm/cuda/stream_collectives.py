@@ -36,7 +36,7 @@ def after_arrival(put: Callable[[int, int], None]) -> PreparedAllReduce:
     """``put`` takes the stream and the address."""
 
     def run(handle: Any, plan: Any, timeout_ns: int, site: int, stream: int, address: int) -> int:
-        status = native.run(handle, plan, (), (), timeout_ns, site)
+        status = native.run(handle, plan, (), (), timeout_ns, site, ())
         if not status:
             put(stream, address)
         return status

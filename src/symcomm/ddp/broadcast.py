@@ -12,6 +12,7 @@ import torch.distributed as dist
 from symcomm.ddp.arguments import group_of
 from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.timeline import not_compiled
+from symcomm.group.buffers import overwrite_all
 from symcomm.torch_backend import values
 
 IN_FLIGHT = 2  # packs on their way at a time: one is copied while the other travels, and memory stays bounded
@@ -58,6 +59,9 @@ def broadcast_coalesced(process_group: Any, tensors: Sequence[Any], buffer_size:
     tensors = values.tensors(f"{call}: tensors", tensors)
     if not tensors:
         return
+    refusal = overwrite_all(call, "tensors", tensors)
+    if refusal is not None:  # of this rank's: the others get theirs
+        tensors = [tensor.detach().clone() for tensor in tensors]
     packs, _ = compute_bucket_assignment_by_size(tensors, [buffer_size])
     on_their_way: deque[_Pack] = deque()
     with torch.no_grad():
@@ -67,3 +71,5 @@ def broadcast_coalesced(process_group: Any, tensors: Sequence[Any], buffer_size:
             on_their_way.append(_Pack(process_group, [tensors[i] for i in indices], src))
         while on_their_way:
             on_their_way.popleft().finish()
+    if refusal is not None:
+        raise refusal

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from symcomm import errors
@@ -32,6 +33,7 @@ def torch_dtypes() -> dict[Any, DType]:
     if not _torch_dtypes and torch is not None:
         if (api := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:
             kinds = (torch.Tensor, torch.nn.Parameter)  # a subclass may hide anything
+            native.use_autograd(torch.autograd.graph.increment_version, torch.is_grad_enabled)
             native.use_tensors(kinds, api, tensor_layout(torch))
         found = {getattr(torch, dtype.label): dtype for dtype in DType if hasattr(torch, dtype.label)}
         _torch_dtypes.update(found)  # last: another thread may look
@@ -54,6 +56,11 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
+
+    @property
+    def written(self) -> Any:
+        """The caller's tensor, or one that shares its version with it, where this is an output."""
+        return self.owner if self.target is None else self.target
 
     def extent(self) -> tuple[int, int]:
         """Addresses between which the caller's own tensor lies."""
@@ -224,6 +231,43 @@ def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
 
         return _from_numpy(call, name, np.from_dlpack(tensor), write)
     raise errors.wrong_type(call, name, type(tensor).__name__, "a tensor, a NumPy array or an object with __dlpack__")
+
+
+def overwrite(call: str, name: str, tensor: Any) -> errors.OutputRefusedError | None:
+    """Have autograd take what a call is about to write into ``tensor`` for an in-place copy from somewhere else.
+
+    It refuses leaves that require grad, and views of them, and from here on what was computed before gets no gradient
+    from this tensor. torch's Gloo does the same in the calls that copy their results out."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad or not torch.is_grad_enabled():
+        return None
+    try:
+        tensor.copy_(tensor.detach())
+    except RuntimeError as error:
+        return errors.OutputRefusedError(
+            f"{call}: {name}: {str(error).rstrip('.')}; call it under torch.no_grad(), or pass a .detach()."
+        )
+    return None
+
+
+def overwrite_all(call: str, name: str, tensors: Sequence[Any]) -> errors.OutputRefusedError | None:
+    """The same of several: the first that is refused. ``name`` is that of the list, or of the only one."""
+    names = (f"{name}[{i}]" if name.endswith("s") else name for i in range(len(tensors)))
+    return next(filter(None, map(partial(overwrite, call), names, tensors)), None)
+
+
+def in_turn(calls: Sequence[Callable[[], Any]]) -> Any:
+    """What the last of these calls gives. All are made, since the other ranks make them all; then it is said where
+    autograd did not let an output be written."""
+    last = refusal = None
+    for call in calls:
+        try:
+            last = call()
+        except errors.OutputRefusedError as error:
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal
+    return last
 
 
 def read_buffer(call: str, name: str, tensor: Any) -> Buffer:

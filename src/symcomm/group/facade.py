@@ -15,7 +15,15 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group import request
-from symcomm.group.buffers import Buffer, read_buffer, read_list, write_buffer, write_list
+from symcomm.group.buffers import (
+    Buffer,
+    in_turn,
+    overwrite_all,
+    read_buffer,
+    read_list,
+    write_buffer,
+    write_list,
+)
 from symcomm.group.refusal import Refusals
 from symcomm.group.request import Request, Views
 from symcomm.group.work import Batch, Timeout
@@ -224,8 +232,13 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         with Refusals(self):
-            calls = [partial(self.all_reduce, t, op) for t in tensors]
-        return self._in_order(calls, tensors, async_op, timeout)
+            refusal = overwrite_all("all_reduce_coalesced", "tensors", tensors)
+            ours = tensors if refusal is None else [t.detach().clone() for t in tensors]
+            calls = [partial(self.all_reduce, t, op) for t in ours]
+        work = self._in_order(calls, tensors, async_op, timeout)
+        if refusal is not None:
+            raise refusal
+        return work
 
     def all_gather_coalesced(
         self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
@@ -263,7 +276,7 @@ class Collectives:
         if not calls:
             return self.barrier(async_op, timeout)
         at_once = Batch() if async_op is True else async_op
-        last = [call(async_op=at_once, timeout=timeout) for call in calls][-1]
+        last = in_turn([partial(call, async_op=at_once, timeout=timeout) for call in calls])
         if last is not None:
             last.results = list(results)
         return last

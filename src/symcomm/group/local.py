@@ -46,6 +46,9 @@ GAVE_UP = b"!"  # before why a rank cannot take part; what others say is JSON
 FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
 
 
+Buffers = tuple[Sequence[Buffer], Sequence[Buffer]]  # read, and written
+
+
 def _locate() -> int:
     """Where the program calls us from, as the flight recorder of this rank knows it."""
     return current_arena().flight.site(call_site())
@@ -274,11 +277,16 @@ class LocalGroup(ProcessGroup):
 
     def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Work | None:
         """Run what was asked for, here and now or, with ``async_op``, in the group's thread."""
+        refusal = request.ask_autograd()
         op, plan = request.op, self._plan_of(request)
         if request.key is not None and op.number >= 0:
-            native.cache_plan(self.handle, op.number, *request.key, plan, self.site_number(3))
+            native.cache_plan(self.handle, op.number, *request.key, plan, self.site_number(3), request.effects)
         request.keep_apart(self.rank, self.size)
-        return self._run(request.call, plan, request.inputs, request.outputs, request.result, async_op, timeout)
+        buffers = request.inputs, request.outputs
+        work = self._run(request.call, plan, buffers, request.written, request.result, async_op, timeout)
+        if refusal is not None:
+            raise refusal
+        return work
 
     def _plan_of(self, request: Request) -> Any:
         op = request.op
@@ -306,12 +314,15 @@ class LocalGroup(ProcessGroup):
             own = CustomCall(self, name, plan, inputs, outputs)
             checked, loaded = self.kept_plan(own.key, own.load)
             own.check_tensors(checked)
-            return self._run(name, loaded, own.inputs, own.outputs, own.result, async_op, timeout)
+            written = tuple([buffer.written for buffer in own.outputs])
+            return self._run(name, loaded, (own.inputs, own.outputs), written, own.result, async_op, timeout)
 
     def _run(
-        self, call: str, plan: Any, inputs: Sequence[Buffer], outputs: Sequence[Buffer], result: Sequence[Any],
-        async_op: bool, timeout: Timeout,
+        self, call: str, plan: Any, buffers: Buffers, written: tuple[Any, ...], result: Sequence[Any], async_op: bool,
+        timeout: Timeout,
     ) -> Work | None:  # fmt: skip
+        """``buffers``: inputs and outputs; ``written``: tensors that autograd shall know to be written."""
+        inputs, outputs = buffers
         timeout_ns = self.timeout_ns if timeout is None else to_ns(call, timeout)
         if self.pending:
             self._refresh_copies([b for b in (*outputs, *inputs) if b.original is not None])
@@ -320,10 +331,11 @@ class LocalGroup(ProcessGroup):
         if self._failure is not None:
             self.check_usable()
         if async_op:
-            batch = batch_of(async_op)
-            return self._submit(call, plan, inputs, outputs, result, (ins, outs), timeout_ns, batch)
+            return self._submit(
+                call, plan, buffers, written, result, (ins, outs), timeout_ns, batch_of(async_op)
+            )  # fmt: skip
         started = time.monotonic()
-        status = native.run(self.handle, plan, ins, outs, timeout_ns, self.site_number(3))
+        status = native.run(self.handle, plan, ins, outs, timeout_ns, self.site_number(3), written)
         if status:
             raise self.fail_with_status(status, call, call_site(3), time.monotonic() - started, explain)
         for buffer in outputs:
@@ -333,16 +345,16 @@ class LocalGroup(ProcessGroup):
         return None
 
     def _submit(
-        self, call: str, plan: Any, inputs: Sequence[Buffer], outputs: Sequence[Buffer], result: Sequence[Any],
+        self, call: str, plan: Any, buffers: Buffers, written: tuple[Any, ...], result: Sequence[Any],
         addresses: tuple[Any, Any], timeout_ns: int, batch: Any,
     ) -> Work:  # fmt: skip
-        site = call_site(4)
-        work = Work(self, call, site, outputs, result, (inputs, plan))
+        site, (inputs, outputs) = call_site(4), buffers
+        work = Work(self, call, site, outputs, result, (inputs, written, plan))
         callback = work.copy_out_in_core if any(b.target is not None for b in outputs) else None
         where = self.arena.flight.site(site)
         self._keep(work)
         try:
-            work.request = native.submit(self.handle, plan, *addresses, timeout_ns, where, callback, batch)
+            work.request = native.submit(self.handle, plan, *addresses, timeout_ns, where, written, callback, batch)
         except OSError as error:
             self.pending.remove(work)
             raise no_thread("asynchronous operations", error) from None

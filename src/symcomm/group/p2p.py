@@ -282,6 +282,7 @@ class MessageCalls(Collectives):
                 buffer.nbytes,
                 background,
                 self.arena.flight.site(site),
+                buffer.written,
             )
         except OSError as error:
             self._in_flight.remove(work)

@@ -18,7 +18,7 @@ from symcomm.errors import format_ranks
 # What the others know already, or learn another way.
 _SHARED = (
     errors.PeerError, errors.DeadlineError, errors.CollectiveMismatchError, errors.GroupUnusableError,
-    errors.CallRefusedError,
+    errors.CallRefusedError, errors.OutputRefusedError,  # that rank took part
 )  # fmt: skip
 _MARK = "_symcomm_settled"
 

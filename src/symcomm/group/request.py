@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.chunks import starts_of
+from symcomm.group.buffers import overwrite_all
 from symcomm.group.refusal import settled
 from symcomm.ops import BY_NAME, Op
 from symcomm.types import DType, RedOpType, ReduceOp
@@ -37,7 +38,7 @@ class Caller(Protocol):
 class Request:
     """One call: checked, and ready for a group to execute."""
 
-    __slots__ = ("call", "dtype", "inputs", "key", "op", "outputs", "redop", "result", "root", "sizes")
+    __slots__ = ("call", "dtype", "inputs", "key", "op", "outputs", "redop", "result", "root", "sizes", "writes")
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Request:
         root: int = 0,
         key: tuple[Any, Any, Any] | None = None,
         call: str = "",
+        writes: bool = True,
     ):
         self.op: Op = BY_NAME[name]
         self.inputs = inputs  # views that are read
@@ -63,6 +65,7 @@ class Request:
         # detail, input and output by which the dispatch cache finds the call again; None: not at all
         self.key = None if redop is RedOpType.PREMUL_SUM else key
         self.call = call or name  # what errors name
+        self.writes = writes and bool(outputs)  # a broadcast's root only reads its tensor, though it is an output, too
 
     def counts(self, size: int) -> Sequence[int]:
         """Elements of every piece, flat; one where the tensor has no pieces."""
@@ -70,6 +73,23 @@ class Request:
         if self.op.plan == "all_to_all":
             return [sizes] * size * size if isinstance(sizes, int) else [n for row in sizes for n in row]
         return [sizes] if isinstance(sizes, int) else sizes
+
+    @property
+    def written(self) -> tuple[Any, ...]:
+        """The caller's tensors that the call writes, and that autograd has to know of."""
+        return tuple([view.written for view in self.outputs]) if self.writes else ()
+
+    @property
+    def effects(self) -> int:
+        """The same, as the dispatch cache knows it of calls of this kind."""
+        return (native.EFFECT_WRITES if self.writes else 0) | (native.EFFECT_COPIES if self.op.copies else 0)
+
+    def ask_autograd(self) -> errors.OutputRefusedError | None:
+        """What to raise in the end where autograd does not let the outputs be written; then they will not be."""
+        refusal = overwrite_all(self.call, self.op.outputs, self.result) if self.op.copies else None
+        if refusal is not None:
+            self.outputs, self.writes, self.key = [view.copy() for view in self.outputs], False, None
+        return refusal
 
     def keep_apart(self, rank: int, size: int) -> None:
         """Copy inputs that an output lies on where results would overwrite what is still to be read.
@@ -179,7 +199,10 @@ def reduce_scatter(group: Caller, output: Any, inputs: Any, op: Any) -> Request:
 def broadcast(group: Caller, tensor: Any, root: int) -> Request:
     check_root(group, "broadcast", root)
     view = (group.views.read if group.rank == root else group.views.write)("broadcast", "tensor", tensor)
-    return Request("broadcast", [view], [view], [tensor], view.count, view.dtype, root=root, key=(root, tensor, tensor))
+    key, writes = (root, tensor, tensor), group.rank != root
+    return Request(
+        "broadcast", [view], [view], [tensor], view.count, view.dtype, root=root, key=key, writes=writes
+    )  # fmt: skip
 
 
 def all_gather_single(group: Caller, output: Any, input: Any) -> Request:

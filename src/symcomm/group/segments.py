@@ -10,8 +10,13 @@ from typing import Any
 from symcomm._core import native
 
 Shortcut = Callable[..., int | None]  # a Status; None: nothing was done, since arguments have to be looked at
+TensorRef = Callable[[], Any]  # returns a tensor, or None: it is gone
 LINE = 64
 WORD = 4  # bytes of a signal count; each rank has one for every sender
+
+
+def no_tensor() -> None:
+    """Autograd need not know."""
 
 
 def owner_of(group: Any, address: int) -> int | None:
@@ -41,14 +46,15 @@ class Segment:
         self._addresses: list[int] = []
         self._window: native.Window  # once they are connected
 
-    def connect(self, infos: Sequence[dict[str, Any]]) -> None:
-        """``infos``: of all ranks of the group, in order."""
+    def connect(self, infos: Sequence[dict[str, Any]], tensor: TensorRef = no_tensor) -> None:
+        """``infos``: of all ranks of the group, in order. ``tensor``: this rank's, whose version is raised when it has
+        taken a signal, since others have written to it."""
         self._addresses = [p.base + c["offset"] for p, c in zip(self._group.peers, infos, strict=True)]
         parts = tuple(
             (address, info["count"], info["dtype"], peer.base + info["words"])
             for address, info, peer in zip(self._addresses, infos, self._group.peers, strict=True)
         )
-        self._window = native.make_window(self._group.handle, parts, self._words_bytes)
+        self._window = native.make_window(self._group.handle, parts, self._words_bytes, tensor)
 
     def address_of(self, rank: int) -> int:
         """Where this process has mapped a rank's piece."""

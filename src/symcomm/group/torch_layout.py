@@ -17,7 +17,9 @@ WORD = 8
 OBJECT_BYTES = 256  # of a C++ object to look at; torch's tensors have less than 200
 MEMORY = "/proc/self/mem"
 
-TensorLayout = tuple[int, int, int, tuple[int, ...]]  # of the C++ object; in it keys, offset; keys of plain tensors
+# Of the C++ object; in it keys, offset; keys of plain tensors; the version counter, and in that the number; what
+# autograd keeps. The last three are -1 where they are not found.
+TensorLayout = tuple[int, int, int, tuple[int, ...], int, int, int]
 
 
 def read_memory(address: int, nbytes: int) -> bytes:
@@ -105,4 +107,60 @@ def _find(torch: Any) -> TensorLayout | None:
     sound = len(known) == 2 and not known & {keys(t) for t in others}
     if not sound or not (len(object_at) == len(keys_at) == len(start_at) == 1):
         return None
-    return head + object_at[0], keys_at[0], start_at[0], tuple(sorted(known))
+    return (
+        head + object_at[0], keys_at[0], start_at[0], tuple(sorted(known)),
+        *_find_version(torch), _find_autograd(torch),
+    )  # fmt: skip
+
+
+# --- what autograd looks at -----------------------------------------------------------------------------------------
+
+VERSIONS = (3, 211, 57, 402)  # of tensors to look for: no two alike, and none that is likely to stand there anyway
+COUNTER_BYTES = 64
+
+
+def _words(memory: bytes) -> list[int]:
+    return [int.from_bytes(memory[at : at + WORD], "little") for at in range(0, len(memory) - WORD + 1, WORD)]
+
+
+def _behind_pointers(tensor: Any) -> dict[int, bytes]:
+    """What lies behind each word of a tensor's C++ object that is the address of something."""
+    found = {}
+    for at, address in enumerate(_words(read_memory(tensor._cdata, OBJECT_BYTES))):
+        with contextlib.suppress(OSError, OverflowError, ValueError):
+            if address and len(memory := read_memory(address, COUNTER_BYTES)) == COUNTER_BYTES:
+                found[WORD * at] = memory
+    return found
+
+
+def _find_version(torch: Any) -> tuple[int, int]:
+    """Where the pointer to the counter is, and the number in the counter. Views share it; inference mode's tensors have
+    none."""
+    with torch.inference_mode(False), torch.no_grad():
+        tensors = [torch.zeros(3, device="cpu") for _ in VERSIONS]
+        for tensor, version in zip(tensors, VERSIONS, strict=True):
+            for _ in range(version - tensor._version):
+                tensor.zero_()
+        tensors.append(tensors[0].view(-1)[1:])
+    with torch.inference_mode():
+        without = torch.zeros(3, device="cpu")
+    behind = [(_behind_pointers(tensor), tensor._version) for tensor in tensors]
+    common = set.intersection(*(set(found) for found, _ in behind))
+    places = [
+        (at, number_at) for at in sorted(common) for number_at in places_of([(f[at], v) for f, v in behind], width=4)
+    ]
+    if len(places) != 1 or _words(read_memory(without._cdata, OBJECT_BYTES))[places[0][0] // WORD]:
+        return -1, -1
+    return places[0]
+
+
+def _find_autograd(torch: Any) -> int:
+    """The word that is 0 until autograd has something to keep about a tensor."""
+    found = set()
+    with torch.inference_mode(False):
+        for tensor in (torch.zeros(3, device="cpu"), torch.zeros(2, 2, dtype=torch.float64, device="cpu")):
+            before = _words(read_memory(tensor._cdata, OBJECT_BYTES))
+            after = _words(read_memory(tensor.requires_grad_()._cdata, OBJECT_BYTES))
+            found.add(tuple(WORD * at for at, old in enumerate(before) if not old and after[at]))
+    places = found.pop()
+    return places[0] if not found and len(places) == 1 else -1

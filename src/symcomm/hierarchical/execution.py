@@ -26,12 +26,13 @@ class HierarchicalExecution(Collectives):
 
     def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Work | None:
         """Run what was asked for, here and now, or in the group's thread where that has something to run already."""
+        refusal = request.ask_autograd()
         request.keep_apart(self.rank, self.size)
         body = _BODIES[request.op.plan](self.layout, request)
-        return self._perform(
-            request.call, self._signature(request), body, request.inputs, request.outputs, request.result, async_op,
-            timeout,
-        )  # fmt: skip
+        work = self._perform(request, self._signature(request), body, async_op, timeout)
+        if refusal is not None:
+            raise refusal
+        return work
 
     def _signature(self, request: Request) -> Signature:
         op = request.op

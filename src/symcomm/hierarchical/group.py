@@ -15,14 +15,15 @@ from operator import attrgetter
 from typing import Any
 
 from symcomm import errors
+from symcomm._core import native
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import registry
-from symcomm.group.buffers import Buffer
 from symcomm.group.factory import make_group
 from symcomm.group.failure import Site, call_site, format_site, with_sizes
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.refusal import Settled
+from symcomm.group.request import Request
 from symcomm.group.work import Batch, Timeout, Work, to_ns
 from symcomm.hierarchical.agreement import Agreement, Agreements
 from symcomm.hierarchical.connection import FramedConnection, ProtocolViolation
@@ -279,10 +280,11 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         return self.kept_plan((signature, build, args), make)
 
     def _perform(
-        self, call: str, signature: Signature, body: Callable[[Operation], None], inputs: Sequence[Buffer],
-        outputs: Sequence[Buffer], result: Sequence[Any], async_op: bool, timeout: Timeout,
+        self, request: Request, signature: Signature, body: Callable[[Operation], None], async_op: bool,
+        timeout: Timeout,
     ) -> Work | None:  # fmt: skip
         """Run an operation: right here, or in the group's thread if that is busy already."""
+        call, inputs, outputs, written = request.call, request.inputs, request.outputs, request.written
         seconds = (self.timeout_ns if timeout is None else to_ns(call, timeout)) / 1e9
         batch = async_op if isinstance(async_op, Batch) else None
         self.check_usable()
@@ -291,6 +293,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         site = call_site(3)
         self._submitted += 1
         queued = async_op or any(not work.is_completed() for work in list(self.pending))
+        native.change_tensors(written)
 
         def act() -> None:
             with self._turn:
@@ -305,11 +308,13 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             for buffer in outputs:
                 with Settled():
                     buffer.finish()
+            if queued:  # the caller may have saved them for backward meanwhile
+                native.change_tensors(written)
 
         if not queued:
             act()
             return None
-        work = HierarchicalWork(self, call, site, act, outputs, result)
+        work = HierarchicalWork(self, call, site, act, outputs, request.result)
         work.kept = (inputs, outputs)
         self._runner.submit(work)
         self._keep(work)

@@ -187,7 +187,7 @@ class Operation:
     def _run(self, plan: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
         group = self._group
         left = max(1, int((self._deadline - time.monotonic()) * 1e9))
-        ended = native.run(group.local.handle, plan, ins, outs, left, self._site)
+        ended = native.run(group.local.handle, plan, ins, outs, left, self._site, ())
         if not ended:
             return
         status = ended & 0xFF

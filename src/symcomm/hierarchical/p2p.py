@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from symcomm._core import native
 from symcomm.group.buffers import read_buffer, write_buffer
 from symcomm.group.p2p import ANY_SOURCE, Message, MessageCalls
 from symcomm.group.work import Timeout, to_ns
@@ -51,4 +52,5 @@ class HierarchicalMessages(MessageCalls):
             return self.matcher.receive(AnySourceWork(self.matcher, message, buffer, local))
         if message.is_send:
             return self.matcher.send(message, buffer, eager_max)
+        native.change_tensors(buffer.written)
         return self.matcher.receive(RemoteWork(self.matcher, message, buffer))

@@ -46,6 +46,7 @@ def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torc
         on_gpu.fill_words(input, offset, val, count)
     else:
         native.write_words(input.data_ptr() + 4 * offset, val, count)
+    native.change_tensors(input)
     return input
 
 
@@ -60,4 +61,5 @@ def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Te
         on_gpu.write_word(input, offset, val)
     else:
         native.write_words(input.data_ptr() + 4 * offset, val, 1)
+    native.change_tensors(input)
     return input

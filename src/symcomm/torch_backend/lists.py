@@ -7,11 +7,13 @@ They run synchronously: the work they return has ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from symcomm import errors
+from symcomm.group.buffers import in_turn
 from symcomm.group.refusal import Refusals
 from symcomm.group.request import to_redop
 from symcomm.torch_backend import checks
@@ -76,8 +78,8 @@ def all_gather(core: Any, outputs: Sequence[Any], inputs: Sequence[Any], timeout
         checks.alike("all_gather", inputs)
         for places in outputs:
             checks.alike("all_gather", places, inputs[0])
-    for k, tensor in enumerate(inputs):
-        core.all_gather([outputs[0][r * n + k] for r in range(core.size)], tensor, timeout=timeout)
+        rows = [[outputs[0][r * n + k] for r in range(core.size)] for k in range(n)]
+    in_turn([partial(core.all_gather, *pair, timeout=timeout) for pair in zip(rows, inputs, strict=True)])
     for places in outputs[1:]:
         for place, value in zip(places, outputs[0], strict=True):
             _spread([place], value)

@@ -60,6 +60,7 @@ def memcpy_to_multicast(symm_mem_out: Tensor, src: Tensor, byte_offset: int, gro
     for peer in range(handle.world_size):
         place = _counterpart(call, handle, symm_mem_out, peer).view(-1).view(torch.uint8)
         place[byte_offset : byte_offset + given.numel()].copy_(given)
+    native.change_tensors(symm_mem_out)
     return symm_mem_out
 
 
@@ -89,6 +90,7 @@ def nvshmem_wait_for_signal(sigpad: Tensor, signal: int, peer: int) -> None:
     group = look_up(None) if handle is None else handle.group
     writers = [peer] if group is not None and 0 <= peer < group.size else []
     _wait_for("nvshmem_wait_for_signal", sigpad.view(-1)[:1], signal, group, writers)
+    native.change_tensors(sigpad)
 
 
 def nccl_put_with_signal(tensor: Tensor, signal: int, peer: int) -> None:
@@ -104,6 +106,7 @@ def nccl_wait_for_signal(sigpad: Tensor, signal: int) -> None:
     handle = _met("nccl_wait_for_signal", sigpad)
     others = [rank for rank in range(handle.world_size) if rank != handle.rank]
     _wait_for("nccl_wait_for_signal", _last_word(handle, handle.rank), signal, handle.group, others)
+    native.change_tensors(sigpad)
 
 
 def _last_word(handle: SymmetricMemory, rank: int) -> Tensor:

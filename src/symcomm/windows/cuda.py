@@ -21,7 +21,7 @@ from symcomm.cuda.pool import RawMemory, hold, opened_pieces, pool_of, storage_o
 from symcomm.cuda.watchdog import Outstanding
 from symcomm.cuda.work import CudaWork
 from symcomm.group.buffers import torch_dtypes
-from symcomm.group.segments import Segment
+from symcomm.group.segments import Segment, TensorRef
 from symcomm.symm_mem.on_gpu import find_piece, using
 from symcomm.types import DType
 from symcomm.windows.memory import AnyMemory
@@ -82,8 +82,8 @@ class CudaMemory(AnyMemory):
         self._puts: dict[int, Any] = {}  # by stream: the event of its last put
         self._sides: dict[int, Any] = {}  # by sender: the stream of asynchronous waits
 
-    def connect(self, infos: Sequence[dict[str, Any]]) -> None:
-        self.infos = infos
+    def connect(self, infos: Sequence[dict[str, Any]], tensor: TensorRef) -> None:
+        self.infos, self.tensor = infos, tensor
         self._host.connect([info["host"] for info in infos])
         self._gpu: CudaGroup = device_group(self.group, self.device.index)
         self._departure = self._gpu.failures.departure
@@ -142,6 +142,8 @@ class CudaMemory(AnyMemory):
             ended = self._puts.setdefault(stream.cuda_stream, torch.cuda.Event())
             ended.record(stream)
         self._departure.touch(ended)
+        if rank == self.group.rank:
+            self.changed()
         return 0
 
     def _storage_of(self, rank: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
@@ -182,6 +184,7 @@ class CudaMemory(AnyMemory):
             driver().wait(stream.cuda_stream, address, count)
             passed = torch.cuda.Event()
             passed.record(stream)
+        self.changed()
 
         def release(_: list[int]) -> None:
             rescue = self._gpu.rescue

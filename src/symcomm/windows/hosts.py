@@ -18,7 +18,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Status
-from symcomm.group.segments import Shortcut
+from symcomm.group.segments import Shortcut, TensorRef
 from symcomm.hierarchical.frames import is_number, need
 from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.windows.memory import HostMemory, no_shortcut
@@ -103,9 +103,9 @@ class HostsMemory(HostMemory):
     def _local_group(self) -> Any:
         return self.group.local
 
-    def connect(self, infos: Sequence[dict[str, Any]]) -> None:
-        self.infos = infos
-        self._segment.connect([infos[r] for r in self.group.layout.here])
+    def connect(self, infos: Sequence[dict[str, Any]], tensor: TensorRef) -> None:
+        self.infos, self.tensor = infos, tensor
+        self._segment.connect([infos[r] for r in self.group.layout.here], tensor)
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
         return no_shortcut, no_shortcut, no_shortcut  # where a rank is has to be looked at first
@@ -196,7 +196,8 @@ class HostsMemory(HostMemory):
                     return Status.TIMEOUT
                 self.group.cond.wait(min(left, SLICE))
             self._arrivals.signals[peer] -= 1
-            return Status.OK
+        self.changed()
+        return Status.OK
 
     def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
         """A rank that is gone ends the group, as with every call across hosts; a deadline does not."""

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
+from symcomm._core import native
 from symcomm.group.buffers import Buffer, read_buffer, torch_dtypes
 from symcomm.group.failure import explain_peer
-from symcomm.group.segments import Segment, Shortcut, owner_of
+from symcomm.group.segments import Segment, Shortcut, TensorRef, owner_of
 from symcomm.memory.arena import bytes_type
 from symcomm.symm_mem.allocate import storage_over
 from symcomm.symm_mem.symmetrize import symmetrize
@@ -47,6 +48,11 @@ class AnyMemory:
     group: Any
     device: Any
     infos: Sequence[dict[str, Any]] = ()
+    tensor: TensorRef  # this rank's
+
+    def changed(self) -> None:
+        """Tell autograd that this rank's tensor holds what was put."""
+        native.change_tensors(self.tensor())
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
         """put, signal and wait_signal for arguments that need no look; the last one until a wait is asynchronous."""
@@ -90,9 +96,9 @@ class HostMemory(AnyMemory):
         """The ProcessGroup of this host."""
         return self.group
 
-    def connect(self, infos: Sequence[dict[str, Any]]) -> None:
-        self.infos = infos
-        self._segment.connect(infos)
+    def connect(self, infos: Sequence[dict[str, Any]], tensor: TensorRef) -> None:
+        self.infos, self.tensor = infos, tensor
+        self._segment.connect(infos, tensor)
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
         return self._segment.shortcuts()

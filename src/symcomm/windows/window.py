@@ -82,10 +82,10 @@ class Window:
         if refusal is not None:
             raise refusal
         _check_cards(self.group, infos)
-        memory.connect(infos)
+        self._tensor = tensor.detach() if owning else None
+        memory.connect(infos, weakref.ref(tensor if self._tensor is None else self._tensor))
         self._memory = memory
         self._short_put, self._short_signal, self._short_wait = memory.shortcuts()
-        self._tensor = tensor.detach() if owning else None
         self.group.exposed[self._number] = (self._tensor, memory.words)
 
     def tensor_deregister(self) -> None:
@@ -94,6 +94,7 @@ class Window:
         try:
             memory.check_usable("tensor_deregister")
             memory.close()
+            memory.changed()
             self.group.exposed.pop(self._number, None)  # on a group that has failed it stays until all have left that
         finally:
             memory.end()
@@ -112,6 +113,8 @@ class Window:
             raise errors.CallerError(
                 "map_remote_tensor: the window does not own this rank's tensor; register it with owning=True."
             )
+        if rank == self.group.rank:
+            return self._tensor.detach()  # so that autograd sees what is written through it
         return memory.tensor_of(rank, self._tensor)
 
     def get_attr(self, peer_rank: int) -> WindowAttr:

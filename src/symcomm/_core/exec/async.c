@@ -35,12 +35,18 @@ static struct request *take(struct worker *w) {
     return r;
 }
 
+/* Before anybody can know that it is done: whatever the caller does with the tensors from then on is not affected. */
+static void raise_versions(const struct request *r) {
+    for (int i = 0; i < r->n_versions; i++) atomic_fetch_add_explicit(r->versions[i], 1, memory_order_relaxed);
+}
+
 static int64_t run_request(struct group *g, struct request *r) {
-    if (leave_is_done(g)) return STATUS_LEFT;
+    if (leave_is_done(g)) return STATUS_LEFT; /* and nobody may keep the tensors any more */
     if (r->plan == NULL) return exec_refuse(g, r->words, r->n_words, r->timeout, r->from);
     if (r->batch && r->batch->refused) return r->batch->refused;
     int64_t status = exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
     if (r->batch && (status & 0xff) == STATUS_REFUSED) r->batch->refused = status;
+    raise_versions(r);
     return status;
 }
 
@@ -173,6 +179,7 @@ void async_release(struct request *r) {
     free((void *)r->buffers.out);
     free(r->words);
     async_leave_batch(r->batch);
+    free(r->versions);
     free(r);
 }
 

@@ -27,6 +27,8 @@ struct request {
     _Atomic int awaited;                /* threads that wait for it */
     void (*finished)(struct request *); /* called by the worker after done, or NULL */
     void *context;
+    _Atomic uint32_t **versions; /* of tensors that it writes: raised once more when it has run */
+    int n_versions;
     struct request *next;
 };
 

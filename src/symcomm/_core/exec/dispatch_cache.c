@@ -16,6 +16,11 @@
 #define FIRST_SLOTS 16  /* a power of two, doubled when three quarters are full: most groups know a few calls */
 #define MOST_SLOTS 4096 /* full at that size, it starts anew */
 
+enum { /* what a call of one kind does to this rank's outputs, as autograd sees it */
+       EFFECT_WRITES = 1,
+       EFFECT_COPIES = 2, /* as if torch's copy_ had written them: whether they may be is a question for torch */
+};
+
 enum { CALL_ALL_TO_ALL_SINGLE = 5 }; /* its number in symcomm/ops.py: the one that cannot work in place */
 
 struct call_key { /* what a plan depends on */
@@ -25,6 +30,7 @@ struct call_key { /* what a plan depends on */
 struct call_tensors { /* the tensors of one call */
     char *in[MAX_WORLD], *out[MAX_WORLD];
     PyObject *inputs, *outputs; /* of a list: its tensors, until the call ends, since another thread may empty it */
+    PyObject *written;          /* borrowed: the output, or the tuple of outputs */
 };
 
 struct cached_plan {
@@ -32,6 +38,7 @@ struct cached_plan {
     const struct plan *plan;
     PyObject *capsule; /* owns the plan */
     uint32_t site;     /* of the first call of this kind, for the flight recorder */
+    uint32_t effects;
 };
 
 struct dispatch_cache {
@@ -141,9 +148,11 @@ static bool view_tensors(const struct group *g, PyObject *input, PyObject *outpu
     if (k->n_in < 0) return false;
     if (input == output && k->n_in == 1) {
         t->out[0] = t->in[0], k->out_count = k->count, k->n_out = 1;
+        t->written = t->inputs ? t->inputs : output;
         return k->call != CALL_ALL_TO_ALL_SINGLE || g->world == 1;
     }
     k->n_out = view_all(output, fewest, &t->outputs, t->out, &k->out_count, &k->dtype);
+    t->written = t->outputs ? t->outputs : output;
     return k->n_out >= 0 && !overlaps(g, k, t);
 }
 
@@ -164,7 +173,8 @@ static bool describe_call(const struct group *g, PyObject *const *args, struct c
 static inline __attribute__((always_inline)) int64_t run_cached_plan(struct group *g, const struct call_key *k,
                                                                      struct call_tensors *t) {
     struct cached_plan *known = find(g->dispatch_cache, k);
-    if (known->plan == NULL) return -1;
+    if (known->plan == NULL || (known->effects & EFFECT_COPIES && tensors_tracked(t->written))) return -1;
+    if (known->effects) tensors_change(t->written);
     int64_t timeout = atomic_load_explicit(&g->timeout, memory_order_relaxed);
     PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
     const struct plan *plan = known->plan;
@@ -212,11 +222,12 @@ static PyObject *run_cached_options(PyObject *Py_UNUSED(self), PyObject *const *
     return PyLong_FromLongLong(status);
 }
 
-/* cache_plan(group, call, detail, input, output, plan, site): run_cached() will know calls of this kind, if it can. */
+/* cache_plan(group, call, detail, input, output, plan, site, effects): run_cached() will know calls of this kind, if it
+ * can. */
 static PyObject *cache_plan(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
-    struct group *g = n_args == 7 ? to_group(args[0]) : NULL;
+    struct group *g = n_args == 8 ? to_group(args[0]) : NULL;
     struct plan *plan = g ? PyCapsule_GetPointer(args[5], PLAN_CAPSULE) : NULL;
-    if (plan == NULL) return g || n_args == 7 ? NULL : PyErr_Format(PyExc_TypeError, "cache_plan takes 7 arguments");
+    if (plan == NULL) return g || n_args == 8 ? NULL : PyErr_Format(PyExc_TypeError, "cache_plan takes 8 arguments");
     struct call_key k;
     struct call_tensors t;
     bool known = describe_call(g, args, &k, &t);
@@ -230,7 +241,8 @@ static PyObject *cache_plan(PyObject *Py_UNUSED(self), PyObject *const *args, Py
     }
     struct cached_plan *slot = find(g->dispatch_cache, &k);
     if (slot->plan == NULL) {
-        *slot = (struct cached_plan){k, plan, Py_NewRef(args[5]), (uint32_t)PyLong_AsUnsignedLong(args[6])};
+        *slot = (struct cached_plan){k, plan, Py_NewRef(args[5]), (uint32_t)PyLong_AsUnsignedLong(args[6]),
+                                     (uint32_t)PyLong_AsUnsignedLong(args[7])};
         g->dispatch_cache->used++;
     }
     Py_RETURN_TRUE;
@@ -242,12 +254,14 @@ static PyMethodDef methods[] = {
     METHOD(run_cached_options, METH_FASTCALL,
            "(group, call, options, input, output, run_async=False) -> status, or below 0: nothing was run"),
     METHOD(cache_plan, METH_FASTCALL,
-           "(group, call, detail, input, output, plan, site) -> whether run_cached() will know it"),
+           "(group, call, detail, input, output, plan, site, effects) -> whether run_cached() will know it"),
     {NULL, NULL, 0, NULL},
 };
 
 static const struct constant constants[] = {
     CONSTANT(CALL_ALL_TO_ALL_SINGLE),
+    CONSTANT(EFFECT_WRITES),
+    CONSTANT(EFFECT_COPIES),
     {NULL, 0},
 };
 

@@ -1,9 +1,12 @@
 /* Plans, operations and requests as Python sees them: capsules, whose classes are in symcomm/group. */
+#include <stdlib.h>
+
 #include "exec/async.h"
 #include "exec/exec.h"
 #include "group/group.h"
 #include "module/arguments.h"
 #include "module/gil.h"
+#include "torch/tensor.h"
 
 static const char REQUEST[] = "symcomm.request", BATCH[] = "symcomm.batch";
 
@@ -32,9 +35,10 @@ struct call {
     struct buffers buffers;
     int64_t timeout;
     struct origin from;
+    PyObject *written;
 };
 
-/* From (group, plan, inputs, outputs, timeout_ns, site). False with an exception set. */
+/* From (group, plan, inputs, outputs, timeout_ns, site, written). False with an exception set. */
 static bool read_call(struct call *c, PyObject *const *args) {
     c->group = to_group(args[0]);
     c->plan = c->group ? PyCapsule_GetPointer(args[1], PLAN_CAPSULE) : NULL;
@@ -43,13 +47,16 @@ static bool read_call(struct call *c, PyObject *const *args) {
     c->timeout = PyLong_AsLongLong(args[4]);
     c->from =
         (struct origin){.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1, .way = FLIGHT_SLOW_PATH};
+    c->written = args[6];
+    if (!PyTuple_Check(c->written)) return PyErr_Format(PyExc_TypeError, "written must be a tuple") != NULL;
     return c->buffers.n_in >= 0 && c->buffers.n_out >= 0 && !PyErr_Occurred();
 }
 
 static PyObject *run(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     struct call c;
-    if (expect_arguments(n_args, 6, "run") < 0 || !read_call(&c, args)) return NULL;
+    if (expect_arguments(n_args, 7, "run") < 0 || !read_call(&c, args)) return NULL;
     int64_t status;
+    tensors_change(c.written);
     bool idle = async_idle(c.group);
     count_call(&c.group->collectives, true, !idle);
     WITHOUT_GIL_UNLESS(idle && exec_is_short(c.group, c.plan),
@@ -79,15 +86,34 @@ static PyObject *make_batch(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)
     return PyCapsule_New(b, BATCH, drop_batch);
 }
 
+/* The caller may look at the tensors, or save them for backward, while the operation runs: their versions are raised
+ * now and when it ends. Until then the caller keeps the tensors, as it does their memory. False: no memory. */
+static bool watch_versions(struct request *r, PyObject *written) {
+    Py_ssize_t n = PyTuple_Size(written);
+    tensors_change(written);
+    if (n == 0) return true;
+    r->versions = malloc((size_t)n * sizeof *r->versions);
+    if (r->versions == NULL) return false;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        _Atomic uint32_t *version = tensor_version(PyTuple_GetItem(written, i));
+        if (version) r->versions[r->n_versions++] = version;
+    }
+    return true;
+}
+
 static PyObject *submit(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     struct call c;
-    if (expect_arguments(n_args, 8, "submit") < 0 || !read_call(&c, args)) return NULL;
-    struct batch *batch = args[7] == Py_None ? NULL : PyCapsule_GetPointer(args[7], BATCH);
+    if (expect_arguments(n_args, 9, "submit") < 0 || !read_call(&c, args)) return NULL;
+    struct batch *batch = args[8] == Py_None ? NULL : PyCapsule_GetPointer(args[8], BATCH);
     if (PyErr_Occurred()) return NULL;
     struct request *r = async_request(c.group, c.plan, &c.buffers, c.timeout, c.from);
     if (r == NULL) return PyErr_NoMemory();
+    if (!watch_versions(r, c.written)) {
+        async_release(r);
+        return PyErr_NoMemory();
+    }
     if (batch) async_join_batch(r, batch);
-    if (args[6] != Py_None) r->context = Py_NewRef(args[6]), r->finished = call_back;
+    if (args[7] != Py_None) r->context = Py_NewRef(args[7]), r->finished = call_back;
     PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
     if (capsule && async_submit(c.group, r) < 0) {
         Py_XDECREF((PyObject *)r->context);
@@ -152,8 +178,9 @@ static PyObject *request_number(PyObject *Py_UNUSED(self), PyObject *capsule) {
 static PyMethodDef methods[] = {
     METHOD(make_plan, METH_O, "(encoded) -> plan"),
     METHOD(plan_stage_bytes, METH_O, "(plan) -> how many bytes of a staging half it uses"),
-    METHOD(run, METH_FASTCALL, "(group, plan, inputs, outputs, timeout_ns, site) -> status"),
-    METHOD(submit, METH_FASTCALL, "(group, plan, inputs, outputs, timeout_ns, site, callback, batch) -> request"),
+    METHOD(run, METH_FASTCALL, "(group, plan, inputs, outputs, timeout_ns, site, written tensors) -> status"),
+    METHOD(submit, METH_FASTCALL,
+           "(group, plan, inputs, outputs, timeout_ns, site, written tensors, callback, batch) -> request"),
     METHOD(make_batch, METH_NOARGS, "() -> what requests of one call have in common"),
     METHOD(refuse, METH_VARARGS, "(group, words, timeout_ns, site): tell the others that this rank refuses its call."),
     METHOD(request_number, METH_O, "(request) -> which operation of its group it is"),

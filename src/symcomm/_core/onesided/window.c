@@ -22,6 +22,7 @@ struct segment { /* of one rank */
 
 struct window {
     struct group *group;
+    PyObject *tensor; /* a function that returns this rank's, or None once it is gone */
     int64_t words_bytes;
     struct segment segments[];
 };
@@ -29,15 +30,26 @@ struct window {
 static const char WINDOW[] = "symcomm.window";
 
 static void drop_window(PyObject *capsule) {
+    struct window *w = PyCapsule_GetPointer(capsule, WINDOW);
     Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule));
-    PyMem_Free(PyCapsule_GetPointer(capsule, WINDOW));
+    Py_DECREF(w->tensor);
+    PyMem_Free(w);
+}
+
+/* Tells autograd that this rank's tensor holds what was put. */
+static void note_change(const struct window *w) {
+    PyObject *tensor = PyObject_CallNoArgs(w->tensor);
+    if (tensor) tensors_change(tensor);
+    else PyErr_Clear();
+    Py_XDECREF(tensor);
 }
 
 static PyObject *make_window(PyObject *Py_UNUSED(self), PyObject *args) {
-    PyObject *segments;
+    PyObject *segments, *tensor;
     struct group *g;
     long long words_bytes;
-    if (!PyArg_ParseTuple(args, "O&O!L", convert_group, &g, &PyTuple_Type, &segments, &words_bytes)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&O!LO", convert_group, &g, &PyTuple_Type, &segments, &words_bytes, &tensor))
+        return NULL;
     if (PyTuple_Size(segments) != g->world) return PyErr_Format(PyExc_ValueError, "one segment per rank");
     struct window *w = PyMem_Calloc(1, sizeof *w + (size_t)g->world * sizeof w->segments[0]);
     if (w == NULL) return PyErr_NoMemory();
@@ -59,6 +71,7 @@ static PyObject *make_window(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *capsule = PyCapsule_New(w, WINDOW, drop_window);
     if (capsule == NULL) goto failed;
     PyCapsule_SetContext(capsule, Py_NewRef(g->capsule));
+    w->tensor = Py_NewRef(tensor);
     return capsule;
 failed:
     PyMem_Free(w);
@@ -132,6 +145,7 @@ static PyObject *window_put(PyObject *Py_UNUSED(self), PyObject *const *args, Py
     int64_t size = symcomm_itemsize[view.dtype], nbytes = view.count * size;
     int status;
     count_call(&w->group->puts, false, false);
+    if (peer == w->group->rank) note_change(w);
     WITHOUT_GIL_UNLESS(nbytes < LONG_COPY, status = write_segment(w, peer, offset * size, view.address, nbytes));
     return PyLong_FromLong(status);
 }
@@ -149,6 +163,7 @@ static PyObject *window_write(PyObject *Py_UNUSED(self), PyObject *args) {
         offset + nbytes > w->segments[peer].count * symcomm_itemsize[w->segments[peer].dtype])
         return PyErr_Format(PyExc_ValueError, "not inside the window of rank %d", peer);
     count_call(&w->group->puts, true, false);
+    if (peer == w->group->rank) note_change(w);
     WITHOUT_GIL(status = write_segment(w, peer, offset, (const char *)(uintptr_t)address, nbytes));
     return PyLong_FromLong(status);
 }
@@ -175,11 +190,13 @@ static PyObject *window_wait(PyObject *Py_UNUSED(self), PyObject *const *args, P
     WITHOUT_GIL_UNLESS(true, status = counter_take(&visit, &c, peer, timeout));
     visit_end(&visit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    if (status == STATUS_OK) note_change(w);
     return PyLong_FromLong(status);
 }
 
 static PyMethodDef methods[] = {
-    METHOD(make_window, METH_VARARGS, "(group, ((address, count, dtype, words), ...), words_bytes) -> window"),
+    METHOD(make_window, METH_VARARGS,
+           "(group, ((address, count, dtype, words), ...), words_bytes, tensor()) -> window"),
     METHOD(window_put, METH_FASTCALL, "(window, tensor, peer, offset) -> status, or None when Python must look"),
     METHOD(window_write, METH_VARARGS, "(window, peer, offset, address, nbytes) -> status"),
     METHOD(window_signal, METH_FASTCALL, "(window, peer) -> status, or None when Python must look"),

@@ -57,6 +57,7 @@ struct op {
     uint32_t site;   /* of the call, for the flight recorder */
     struct flight_entry *record;
     uint64_t record_number;
+    _Atomic uint32_t *version; /* of a receive: of its tensor, raised when it has come; or NULL */
 };
 
 /* Called once in a wait of a Python thread when op and whom it waits for seem to wait for each other. NULL: nobody

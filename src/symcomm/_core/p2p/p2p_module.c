@@ -25,8 +25,9 @@ static PyObject *py_post(PyObject *Py_UNUSED(self), PyObject *args) {
     long long tag, dtype, nbytes;
     unsigned long long address;
     unsigned site;
-    if (!PyArg_ParseTuple(args, "O&piLLKLpI", convert_group, &g, &is_send, &peer, &tag, &dtype, &address, &nbytes,
-                          &background, &site))
+    PyObject *tensor;
+    if (!PyArg_ParseTuple(args, "O&piLLKLpIO", convert_group, &g, &is_send, &peer, &tag, &dtype, &address, &nbytes,
+                          &background, &site, &tensor))
         return NULL;
     if (g->p2p == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
         return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
@@ -38,6 +39,10 @@ static PyObject *py_post(PyObject *Py_UNUSED(self), PyObject *args) {
                         .slow_path = true,
                         .site = site};
     wanted.buffer = (char *)(uintptr_t)address, wanted.nbytes = (uint64_t)nbytes;
+    if (!is_send) { /* bytes may come from now on, and the caller may use the tensor until the last has come */
+        tensors_change(tensor);
+        wanted.version = tensor_version(tensor);
+    }
     struct op *op;
     count_call(&g->messages, true, background);
     Py_BEGIN_ALLOW_THREADS;
@@ -120,6 +125,7 @@ static PyObject *py_exchange(PyObject *Py_UNUSED(self), PyObject *const *args, P
     wanted.nbytes = (uint64_t)view.count * symcomm_itemsize[view.dtype];
     struct op *op;
     int status;
+    if (!wanted.is_send) tensors_change(args[4]);
     count_call(&g->messages, false, false);
     WITHOUT_GIL_UNLESS(g->own_process && p2p_is_short(g, wanted.nbytes),
                        op = p2p_exchange(g, &wanted, timeout, &status));
@@ -160,7 +166,7 @@ static PyMethodDef methods[] = {
               "(op, status) -> whether it was held; it is over, by a message that came another way"),
     METHOD_AS(p2p_hold, py_hold, METH_O, "(op) -> whether no message has matched the receive; then none can"),
     METHOD_AS(p2p_post, py_post, METH_VARARGS,
-              "(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"),
+              "(group, is_send, peer, tag, dtype, address, nbytes, background, site, tensor) -> op"),
     METHOD_AS(p2p_resume, py_resume, METH_O, "(op): a held receive can be matched again, in its place"),
     METHOD_AS(p2p_wait, py_wait, METH_VARARGS,
               "(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"),

@@ -52,6 +52,7 @@ void p2p_finish(struct op *op, int status) {
     flight_end(op->record, op->record_number, status);
     op->status = status;
     op->state = OP_DONE;
+    if (op->version && status == STATUS_OK) atomic_fetch_add_explicit(op->version, 1, memory_order_relaxed);
     if (op->background) op->p2p->background--;
 }
 

@@ -55,10 +55,14 @@ static PyObject *export_array;   /* its __dlpack__ */
 static struct {
     Py_ssize_t object_at;         /* of the pointer to the C++ object in the Python object; 0: not known */
     Py_ssize_t keys_at, start_at; /* in the C++ object */
+    Py_ssize_t counter_at;        /* there too: of the pointer to the version counter, which views share; -1: unknown */
+    Py_ssize_t version_at;        /* in the counter */
+    Py_ssize_t autograd_at;       /* of the pointer to what autograd keeps, NULL for most tensors; -1: unknown */
     uint64_t plain[MAX_PLAIN];    /* keys of tensors that are what their memory holds; 0: no more of them */
     uint64_t plain_on_gpu[MAX_PLAIN];
 } layout;
 static PyObject *is_neg, *storage_offset; /* methods of the first type, asked where the layout is not known */
+static PyObject *increment_version, *is_grad_enabled, *requires_grad; /* functions of torch's; a name */
 
 static int dtype_of(const struct dl_tensor *t) {
     if (t->lanes != 1) return -1;
@@ -135,6 +139,11 @@ static inline bool is_known(PyTypeObject *type) {
     return exchange_view && (type == known[0] || type == known[1] || type == known[2] || type == known[3]);
 }
 
+/* What the C++ object has, those of all classes of tensors have. */
+static inline bool is_tensor(PyObject *object) {
+    return is_known(Py_TYPE(object)) || (exchange_view && PyType_IsSubtype(Py_TYPE(object), known[0]));
+}
+
 /* False: it is not contiguous, or of another dtype. */
 static inline bool describe(const struct dl_tensor *t, struct tensor_view *view) {
     view->dtype = dtype_of(t);
@@ -171,6 +180,48 @@ int tensor_view(PyObject *tensor, struct tensor_view *view) {
     return has_memory(tensor, view);
 }
 
+_Atomic uint32_t *tensor_version(PyObject *tensor) {
+    if (!layout.object_at || layout.counter_at < 0 || !is_tensor(tensor)) return NULL;
+    char *counter = *(char *const *)(const void *)(cpp_object(tensor) + layout.counter_at);
+    return counter ? (_Atomic uint32_t *)(void *)(counter + layout.version_at) : NULL;
+}
+
+static void change(PyObject *tensor) {
+    _Atomic uint32_t *version = tensor_version(tensor);
+    if (version) atomic_fetch_add_explicit(version, 1, memory_order_relaxed);
+    if (version || (layout.object_at && layout.counter_at >= 0) || !increment_version || !is_tensor(tensor)) return;
+    Py_XDECREF(PyObject_CallFunctionObjArgs(increment_version, tensor, NULL));
+    PyErr_Clear();
+}
+
+void tensors_change(PyObject *tensors) {
+    if (!PyTuple_Check(tensors)) change(tensors);
+    else
+        for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); i++) change(PyTuple_GetItem(tensors, i));
+}
+
+static bool is_tracked(PyObject *tensor) {
+    if (!is_tensor(tensor)) return false;
+    if (layout.object_at && layout.autograd_at >= 0 &&
+        *(void *const *)(const void *)(cpp_object(tensor) + layout.autograd_at) == NULL)
+        return false;
+    PyObject *wants = PyObject_GetAttr(tensor, requires_grad);
+    Py_XDECREF(wants);
+    if (wants == NULL) PyErr_Clear();
+    if (wants != Py_True) return false;
+    PyObject *enabled = PyObject_CallNoArgs(is_grad_enabled);
+    Py_XDECREF(enabled);
+    if (enabled == NULL) PyErr_Clear();
+    return enabled == Py_True;
+}
+
+bool tensors_tracked(PyObject *tensors) {
+    if (!PyTuple_Check(tensors)) return is_tracked(tensors);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); i++)
+        if (is_tracked(PyTuple_GetItem(tensors, i))) return true;
+    return false;
+}
+
 static int use_method(PyObject *types, const char *name, PyObject **method) {
     PyObject *found = PyObject_GetAttrString(PyTuple_GetItem(types, 0), name), *before = *method;
     if (found == NULL) return -1;
@@ -188,12 +239,31 @@ static int read_keys(PyObject *keys, uint64_t *into) {
 static int use_layout(PyObject *found) {
     layout.object_at = 0;
     if (found == Py_None) return 0;
-    Py_ssize_t object_at, keys_at, start_at;
+    Py_ssize_t object_at, keys_at, start_at, counter_at, version_at, autograd_at;
     PyObject *plain;
-    if (!PyArg_ParseTuple(found, "nnnO!", &object_at, &keys_at, &start_at, &PyTuple_Type, &plain)) return -1;
+    if (!PyArg_ParseTuple(found, "nnnO!nnn", &object_at, &keys_at, &start_at, &PyTuple_Type, &plain, &counter_at,
+                          &version_at, &autograd_at))
+        return -1;
     if (read_keys(plain, layout.plain) < 0) return -1;
     layout.keys_at = keys_at, layout.start_at = start_at, layout.object_at = object_at;
+    layout.counter_at = counter_at, layout.version_at = version_at, layout.autograd_at = autograd_at;
     return 0;
+}
+
+/* use_autograd(increment_version, is_grad_enabled): torch's, asked where the layout does not tell. */
+static PyObject *use_autograd(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
+    if (n_args != 2) return PyErr_Format(PyExc_TypeError, "use_autograd takes 2 arguments");
+    if (requires_grad == NULL && (requires_grad = PyUnicode_InternFromString("requires_grad")) == NULL) return NULL;
+    PyObject *before[] = {increment_version, is_grad_enabled};
+    increment_version = Py_NewRef(args[0]), is_grad_enabled = Py_NewRef(args[1]);
+    Py_XDECREF(before[0]);
+    Py_XDECREF(before[1]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *change_tensors(PyObject *Py_UNUSED(self), PyObject *tensors) {
+    tensors_change(tensors);
+    Py_RETURN_NONE;
 }
 
 /* use_tensors((type, ...), exchange capsule, layout or None): from now on, objects of exactly these types are viewed
@@ -256,6 +326,8 @@ static PyMethodDef methods[] = {
     METHOD(view_tensor, METH_O, "(tensor) -> (address, count, dtype), or None when Python must look"),
     METHOD(view_gpu_tensor, METH_FASTCALL,
            "(tensor, device) -> (address, count, dtype), or None when Python must look"),
+    METHOD(use_autograd, METH_FASTCALL, "(increment_version, is_grad_enabled): torch's"),
+    METHOD(change_tensors, METH_O, "(tensor or tuple of any objects): tell autograd that they change now"),
     METHOD(use_gpu_keys, METH_O, "(keys): of tensors on a GPU that are what their memory holds"),
     {NULL, NULL, 0, NULL},
 };

@@ -1,6 +1,7 @@
 /* What the core needs to know of a Python tensor, without a detour through Python. */
 #pragma once
 
+#include <stdatomic.h>
 #include <stdbool.h>
 
 #include "module/module.h"
@@ -14,3 +15,11 @@ struct tensor_view {
 /* True when `tensor` is of one of the known types, dense, contiguous, on the CPU, and is what its memory holds.
  * Otherwise (never with an exception set) Python has to look at it. */
 int tensor_view(PyObject *tensor, struct tensor_view *view);
+
+/* The number by which autograd notices that a tensor changed since it was saved for backward: a tensor shares it with
+ * its views. NULL: it has none (NumPy's arrays, inference mode's tensors), or nobody knows where it lies. */
+_Atomic uint32_t *tensor_version(PyObject *tensor);
+/* Tells autograd that whatever `tensors` are (one, or a tuple) change now. Never with an exception set. */
+void tensors_change(PyObject *tensors);
+/* Whether autograd would have a say if one of these were written in place: it requires grad, and grad mode is on. */
+bool tensors_tracked(PyObject *tensors);
