@@ -155,14 +155,17 @@ def test_where_the_counter_cannot_be_found_torch_raises_it():
     layout = torch_layout.tensor_layout(torch)
     torch_dtypes()
     ordinary = {"ordinary": _ordinary, "slice": _slice}
-    for other in (None, (*layout[:4], -1, -1, -1)):
+    autograd = torch.autograd.graph.increment_version, torch.is_grad_enabled
+    for other in (None, (*layout[:4], -1, -1)):
         native.use_tensors(kinds, api, other)
+        native.use_autograd(*autograd, 0)
         try:
             symcomm.spawn(_every_call, WORLD, (ordinary,), mode="threads", timeout=20, deadline=60)
             symcomm.spawn(_messages, WORLD, mode="threads", timeout=20, deadline=60)
             symcomm.spawn(_refusals, WORLD, mode="threads", timeout=20, deadline=60)
         finally:
             native.use_tensors(kinds, api, layout)
+            native.use_autograd(*autograd, torch_layout.asks_requires_grad(torch))
 
 
 # --- the counter ----------------------------------------------------------------------------------------------------

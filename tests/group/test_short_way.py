@@ -206,7 +206,8 @@ def test_the_places_that_the_core_reads_are_found_in_this_torch():
     """A torch that keeps them in another way costs speed, and shall be noticed here."""
     layout = torch_layout.tensor_layout(torch)
     assert layout is not None and len(layout[3]) == 2
-    assert min(layout[4:]) > 0, "autograd's version counter, and what it keeps of a tensor"
+    assert min(layout[4:]) > 0, "autograd's version counter"
+    assert torch_layout.asks_requires_grad(torch)
     with torch.inference_mode(), torch.device("meta"):
         assert torch_layout.tensor_layout(torch) == layout, "whatever the program was in the middle of"
     assert options_layout.install() == set(CACHED)

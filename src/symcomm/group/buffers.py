@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.group.torch_layout import tensor_layout
+from symcomm.group.torch_layout import asks_requires_grad, tensor_layout
 from symcomm.types import DType
 
 _NUMPY = {
@@ -33,7 +33,8 @@ def torch_dtypes() -> dict[Any, DType]:
     if not _torch_dtypes and torch is not None:
         if (api := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:
             kinds = (torch.Tensor, torch.nn.Parameter)  # a subclass may hide anything
-            native.use_autograd(torch.autograd.graph.increment_version, torch.is_grad_enabled)
+            autograd = torch.autograd.graph.increment_version, torch.is_grad_enabled
+            native.use_autograd(*autograd, asks_requires_grad(torch))
             native.use_tensors(kinds, api, tensor_layout(torch))
         found = {getattr(torch, dtype.label): dtype for dtype in DType if hasattr(torch, dtype.label)}
         _torch_dtypes.update(found)  # last: another thread may look

@@ -57,12 +57,13 @@ static struct {
     Py_ssize_t keys_at, start_at; /* in the C++ object */
     Py_ssize_t counter_at;        /* there too: of the pointer to the version counter, which views share; -1: unknown */
     Py_ssize_t version_at;        /* in the counter */
-    Py_ssize_t autograd_at;       /* of the pointer to what autograd keeps, NULL for most tensors; -1: unknown */
     uint64_t plain[MAX_PLAIN];    /* keys of tensors that are what their memory holds; 0: no more of them */
     uint64_t plain_on_gpu[MAX_PLAIN];
 } layout;
+
 static PyObject *is_neg, *storage_offset; /* methods of the first type, asked where the layout is not known */
 static PyObject *increment_version, *is_grad_enabled, *requires_grad; /* functions of torch's; a name */
+static bool (*asks_requires_grad)(const void *cpp_object);            /* the same as that name; NULL: not known */
 
 static int dtype_of(const struct dl_tensor *t) {
     if (t->lanes != 1) return -1;
@@ -202,13 +203,14 @@ void tensors_change(PyObject *tensors) {
 
 static bool is_tracked(PyObject *tensor) {
     if (!is_tensor(tensor)) return false;
-    if (layout.object_at && layout.autograd_at >= 0 &&
-        *(void *const *)(const void *)(cpp_object(tensor) + layout.autograd_at) == NULL)
-        return false;
-    PyObject *wants = PyObject_GetAttr(tensor, requires_grad);
-    Py_XDECREF(wants);
-    if (wants == NULL) PyErr_Clear();
-    if (wants != Py_True) return false;
+    if (layout.object_at && asks_requires_grad) {
+        if (!asks_requires_grad(cpp_object(tensor))) return false;
+    } else {
+        PyObject *wants = PyObject_GetAttr(tensor, requires_grad);
+        Py_XDECREF(wants);
+        if (wants == NULL) PyErr_Clear();
+        if (wants != Py_True) return false;
+    }
     PyObject *enabled = PyObject_CallNoArgs(is_grad_enabled);
     Py_XDECREF(enabled);
     if (enabled == NULL) PyErr_Clear();
@@ -239,20 +241,23 @@ static int read_keys(PyObject *keys, uint64_t *into) {
 static int use_layout(PyObject *found) {
     layout.object_at = 0;
     if (found == Py_None) return 0;
-    Py_ssize_t object_at, keys_at, start_at, counter_at, version_at, autograd_at;
+    Py_ssize_t object_at, keys_at, start_at, counter_at, version_at;
     PyObject *plain;
-    if (!PyArg_ParseTuple(found, "nnnO!nnn", &object_at, &keys_at, &start_at, &PyTuple_Type, &plain, &counter_at,
-                          &version_at, &autograd_at))
+    if (!PyArg_ParseTuple(found, "nnnO!nn", &object_at, &keys_at, &start_at, &PyTuple_Type, &plain, &counter_at,
+                          &version_at))
         return -1;
     if (read_keys(plain, layout.plain) < 0) return -1;
     layout.keys_at = keys_at, layout.start_at = start_at, layout.object_at = object_at;
-    layout.counter_at = counter_at, layout.version_at = version_at, layout.autograd_at = autograd_at;
+    layout.counter_at = counter_at, layout.version_at = version_at;
     return 0;
 }
 
-/* use_autograd(increment_version, is_grad_enabled): torch's, asked where the layout does not tell. */
+/* use_autograd(increment_version, is_grad_enabled, address of asks_requires_grad or 0): torch's. */
 static PyObject *use_autograd(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
-    if (n_args != 2) return PyErr_Format(PyExc_TypeError, "use_autograd takes 2 arguments");
+    if (n_args != 3) return PyErr_Format(PyExc_TypeError, "use_autograd takes 3 arguments");
+    unsigned long long address = PyLong_AsUnsignedLongLong(args[2]);
+    if (PyErr_Occurred()) return NULL;
+    asks_requires_grad = (bool (*)(const void *))(uintptr_t)address;
     if (requires_grad == NULL && (requires_grad = PyUnicode_InternFromString("requires_grad")) == NULL) return NULL;
     PyObject *before[] = {increment_version, is_grad_enabled};
     increment_version = Py_NewRef(args[0]), is_grad_enabled = Py_NewRef(args[1]);
@@ -326,7 +331,7 @@ static PyMethodDef methods[] = {
     METHOD(view_tensor, METH_O, "(tensor) -> (address, count, dtype), or None when Python must look"),
     METHOD(view_gpu_tensor, METH_FASTCALL,
            "(tensor, device) -> (address, count, dtype), or None when Python must look"),
-    METHOD(use_autograd, METH_FASTCALL, "(increment_version, is_grad_enabled): torch's"),
+    METHOD(use_autograd, METH_FASTCALL, "(increment_version, is_grad_enabled, asks_requires_grad): torch's"),
     METHOD(change_tensors, METH_O, "(tensor or tuple of any objects): tell autograd that they change now"),
     METHOD(use_gpu_keys, METH_O, "(keys): of tensors on a GPU that are what their memory holds"),
     {NULL, NULL, 0, NULL},
