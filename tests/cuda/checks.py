@@ -18,6 +18,8 @@ from symcomm.cuda import single_kernel
 from symcomm.errors import BadArgumentError
 from symcomm.group.buffers import torch_dtypes
 from symcomm.types import RedOpType
+from tests.support.autograd import LEAF, Case
+from tests.support.autograd import check as check_case
 from tests.support.gpu_ranks import join
 
 CHECKS: dict[str, Callable[[Any, Any], None]] = {}
@@ -438,6 +440,68 @@ def symmetric_memory(gpu: Any, core: Any) -> None:
     assert words.tolist() == [0, 7, 7, 9]
     handle.barrier()
     assert len(handle.buffer_ptrs) == world and handle.buffer_ptrs[me] == tensor.data_ptr()
+
+
+def _waited(call: Callable[[], Any]) -> Callable[[], None]:
+    def act() -> None:
+        works = call()
+        for work in works if isinstance(works, list) else [works]:
+            if work is not None:
+                work.wait()
+
+    return act
+
+
+def _writing(gpu: Any, core: Any, n: int, options: dict[str, Any]) -> dict[str, Case]:
+    root, right, left = core.rank == 1, (core.rank + 1) % core.size, (core.rank - 1) % core.size
+    x, y, mine, got, *row = (torch.ones(n, device="cuda") for _ in range(4 + core.size))
+    whole, odd = torch.ones(n * core.size, device="cuda"), torch.ones(2 * n, device="cuda")[::2]
+    return {
+        "all_reduce": Case(lambda: gpu.all_reduce(x, **options), [x], []),
+        "not contiguous": Case(lambda: gpu.all_reduce(odd, **options), [odd], []),
+        "broadcast": Case(lambda: gpu.broadcast(y, 1, **options), [] if root else [y], [y] if root else []),
+        "all_gather": Case(lambda: gpu.all_gather(row, mine, **options), row, [mine]),
+        "all_gather_single": Case(lambda: gpu.all_gather_single(whole, mine, **options), [whole], [mine]),
+        "reduce_scatter": Case(lambda: gpu.reduce_scatter(got, row, **options), [got], row),
+        "messages": Case(lambda: [gpu.isend(mine, right), gpu.irecv(got, left)], [got], [mine]),
+    }
+
+
+@check
+def autograd_is_told(gpu: Any, core: Any) -> None:
+    """Of what a call writes, whichever way it takes, and of nothing else."""
+    for n, options in itertools.product((5, 70_001), ({}, {}, {"timeout": 50.0}, {"async_op": True})):
+        for name, case in _writing(gpu, core, n, options).items():
+            check_case(case, _waited(case.call), f"{name} of {n}, {options}")
+
+
+@check
+def a_window_tells_autograd(gpu: Any, core: Any) -> None:
+    held, mine = symcomm.symm_mem.zeros(5, device="cuda"), torch.ones(5, device="cuda")
+    right, left = (core.rank + 1) % core.size, (core.rank - 1) % core.size
+    window = core.new_window(held)
+
+    def put() -> None:
+        window.put(mine, right)
+        window.signal(right)
+        window.wait_signal(left)
+
+    check_case(Case(put, [held], [mine]), put, "a window")
+    check_case(Case(put, [held], [mine]), lambda: window.put(mine, core.rank), "a put to itself")
+    window.tensor_deregister()
+
+
+@check
+def autograd_refuses_leaves(gpu: Any, core: Any) -> None:
+    for _ in range(2):
+        row = [torch.zeros(3, device="cuda", requires_grad=core.rank == 0) for _ in range(core.size)]
+        try:
+            gpu.all_gather(row, torch.ones(3, device="cuda"))
+        except BadArgumentError as error:
+            assert core.rank == 0 and LEAF in str(error), error
+            assert all(not t.any() for t in row)
+        else:
+            assert core.rank != 0 and all(t.tolist() == [1.0] * 3 for t in row)
 
 
 def run_all(rank: int, world: int, store: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,19 +21,10 @@ from symcomm.group.buffers import torch_dtypes
 from symcomm.group.p2p import ANY_SOURCE, Message
 from symcomm.group.process_group import ProcessGroup
 from symcomm.types import RedOpType
+from tests.support.autograd import LEAF, Case, check, must_be_noticed, saved
 
 WORLD = 2
-LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
-CHANGED = "modified by an inplace operation"
 New = Callable[[int], torch.Tensor]
-
-
-class Case(NamedTuple):
-    """One call: ``call(**options)``, the tensors that it writes here, and those that it only reads."""
-
-    call: Callable[..., Any]
-    written: list[torch.Tensor]
-    read: list[torch.Tensor]
 
 
 def cases(g: ProcessGroup, new: New, n: int = 3) -> dict[str, Case]:
@@ -75,30 +66,6 @@ CACHED = {
     "all_reduce", "reduce", "broadcast", "reduce_scatter_single", "reduce_scatter", "all_gather_single", "all_gather",
     "gather", "gather_single", "scatter", "all_to_all_single",
 }  # fmt: skip
-
-
-def saved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """For each of them something that needs its values for backward."""
-    weights = [torch.ones(t.shape, requires_grad=True) for t in tensors]
-    return [(w * t).sum() for w, t in zip(weights, tensors, strict=True)]
-
-
-def must_be_noticed(results: list[torch.Tensor], what: str) -> None:
-    for result in results:
-        try:
-            result.backward()
-        except RuntimeError as error:
-            assert CHANGED in str(error), f"{what}: {error}"
-        else:
-            raise AssertionError(f"{what}: a gradient was computed from overwritten values")
-
-
-def check(case: Case, act: Callable[[], Any], what: str) -> None:
-    written, read = saved(case.written), saved(case.read)
-    act()
-    must_be_noticed(written, what)
-    for result in read:
-        result.backward()
 
 
 def _ordinary(n: int) -> torch.Tensor:

@@ -706,3 +706,69 @@ def test_with_torch_distributed(tmp_path):
     for check in CHECKS:
         (tmp_path / check.__name__).mkdir()
     assert run_ranks(check_all, 2, str(tmp_path), deadline=90) == [[True] * len(CHECKS)] * 2
+
+
+# --- autograd -------------------------------------------------------------------------------------------------------
+
+
+def _symmetric(group, n, dtype=torch.float32):
+    tensor = symm_mem.empty(n, dtype=dtype).fill_(1)
+    symm_mem.rendezvous(tensor, group)
+    return tensor
+
+
+def _written(group):
+    """(operator, its tensors that are written here, those that are only read)"""
+    a, o, s, h, p = (_symmetric(group, n) for n in (4, 4, 4, 2, 4))
+    local, name, first = torch.ones(4), group.name, group.rank == 0
+    splits, report = _symmetric(group, 2, torch.int64), _symmetric(group, (2, 2), torch.int64)
+    words = _symmetric(group, 4, torch.uint32)
+    tiles = a.view(2, 2), o.view(2, 2)
+
+    def put_and_wait():
+        ops.nccl_put_with_signal(p, 3, 1 - group.rank)
+        ops.nccl_wait_for_signal(p, 3)
+
+    return {
+        "two_shot_all_reduce_": (lambda: ops.two_shot_all_reduce_(a, "sum", name), [a], []),
+        "two_shot_all_reduce_out": (lambda: ops.two_shot_all_reduce_out(a, "sum", name, o), [o], [a]),
+        "one_shot_all_reduce": (lambda: ops.one_shot_all_reduce(a, "sum", name), [], [a]),
+        "one_shot_all_reduce_out": (lambda: ops.one_shot_all_reduce_out(a, "sum", name, o), [o], [a]),
+        "one_shot_all_reduce_copy_out": (
+            lambda: ops.one_shot_all_reduce_copy_out(s, local, "sum", name, o), [o, s], [local],
+        ),
+        "one_shot_all_reduce_copy": (lambda: ops.one_shot_all_reduce_copy(s, local, "sum", name), [s], [local]),
+        "reduce_scatter_out": (lambda: ops.reduce_scatter_out(a, name, False, h), [h], [a]),
+        "nvshmem_get": (lambda: ops.nvshmem_get(a, 1 - group.rank), [a], []),
+        "nvshmem_put": (lambda: ops.nvshmem_put(a, 1 - group.rank), [], [a]),
+        "nccl_wait_for_signal": (put_and_wait, [p], []),
+        "nvshmem_broadcast": (lambda: ops.nvshmem_broadcast(a, 0, name), [] if first else [a], [a] if first else []),
+        "nvshmem_all_to_all": (lambda: ops.nvshmem_all_to_all(a, o, name), [o], [a]),
+        "all_to_all_vdev": (lambda: ops.all_to_all_vdev(a, o, splits, report, name), [o, report], [a, splits]),
+        "tile_reduce": (lambda: ops.tile_reduce(*tiles, 0, name), [o] if first else [], [a]),
+        "nccl_reduce_scatter_offset": (
+            lambda: ops.nccl_reduce_scatter_offset(tiles[0], [tiles[1][:1]], name, 0), [o], [a],
+        ),
+        "memset32_": (lambda: ops.memset32_(words, 0, 5, 2), [words], []),
+        "stream_write_value32_": (lambda: ops.stream_write_value32_(words, 0, 7), [words], []),
+        "memcpy_to_multicast_": (lambda: ops.memcpy_to_multicast_(a, local, 0, name), [a], [local]),
+        "_low_contention_all_gather": (lambda: ops._low_contention_all_gather(a, name), [], [a]),
+    }  # fmt: skip
+
+
+def _versions_of_operators(group):
+    for name in _written(group):
+        if not hasattr(ops, name):
+            continue  # in an older torch
+        for _ in range(2):
+            act, written, read = _written(group)[name]
+            before = [t._version for t in (*written, *read)]
+            act()
+            after = [t._version for t in (*written, *read)]
+            raised = [new > old for old, new in zip(before, after, strict=True)]
+            assert raised == [True] * len(written) + [False] * len(read), f"{name}: {before} -> {after}"
+            group.barrier()
+
+
+def test_operators_raise_the_versions_of_what_they_write():
+    on_ranks(_versions_of_operators, 2)

@@ -15,9 +15,21 @@ import torch
 import torch.distributed as dist
 
 from symcomm.torch_backend.register import register
-from tests.torch_backend.checks import CHECKS, at_once, collectives, devices, groups, leave, on_top, ways, words
+from tests.torch_backend.checks import (
+    CHECKS,
+    at_once,
+    autograd,
+    collectives,
+    devices,
+    groups,
+    leave,
+    on_top,
+    ways,
+    words,
+)
 
-assert all((at_once, collectives, devices, groups, on_top, ways, words))  # importing them is what fills CHECKS
+# importing them is what fills CHECKS
+assert all((at_once, autograd, collectives, devices, groups, on_top, ways, words))
 
 
 def _on_rank(rank: int, names: list[str], folder: str, out: int, checks: dict[str, Any]) -> None:
