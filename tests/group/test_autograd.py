@@ -151,6 +151,28 @@ def test_views_share_the_counter_with_their_base():
     assert base._version == before + 3
 
 
+def _kept(g: ProcessGroup) -> None:
+    x, y = torch.ones(3), torch.ones(3)
+    results = saved([x, y])
+    assert native.keep_versions(True) is False
+    try:
+        g.all_reduce(x)
+        work = g.all_reduce(y, async_op=True)
+    finally:
+        assert native.keep_versions(False) is True
+    work.wait()
+    for result in results:
+        result.backward()
+    results = saved([x])
+    g.all_reduce(x)
+    must_be_noticed(results, "after that")
+
+
+def test_a_thread_may_keep_versions_while_it_calls():
+    """As DistributedDataParallel's buffer hooks do: see torch_patches/buffer_hook.py."""
+    symcomm.spawn(_kept, WORLD, mode="threads", timeout=20, deadline=60)
+
+
 def _views(g: ProcessGroup) -> None:
     base = torch.ones(6)
     results = saved([base, base[:3], base[2:]])

@@ -63,6 +63,7 @@ static struct {
 
 static PyObject *is_neg, *storage_offset; /* methods of the first type, asked where the layout is not known */
 static PyObject *increment_version, *is_grad_enabled, *requires_grad; /* functions of torch's; a name */
+static _Thread_local bool keeps_versions;                             /* in calls that this thread makes now */
 static bool (*asks_requires_grad)(const void *cpp_object);            /* the same as that name; NULL: not known */
 
 static int dtype_of(const struct dl_tensor *t) {
@@ -182,7 +183,7 @@ int tensor_view(PyObject *tensor, struct tensor_view *view) {
 }
 
 _Atomic uint32_t *tensor_version(PyObject *tensor) {
-    if (!layout.object_at || layout.counter_at < 0 || !is_tensor(tensor)) return NULL;
+    if (!layout.object_at || layout.counter_at < 0 || keeps_versions || !is_tensor(tensor)) return NULL;
     char *counter = *(char *const *)(const void *)(cpp_object(tensor) + layout.counter_at);
     return counter ? (_Atomic uint32_t *)(void *)(counter + layout.version_at) : NULL;
 }
@@ -190,7 +191,8 @@ _Atomic uint32_t *tensor_version(PyObject *tensor) {
 static void change(PyObject *tensor) {
     _Atomic uint32_t *version = tensor_version(tensor);
     if (version) atomic_fetch_add_explicit(version, 1, memory_order_relaxed);
-    if (version || (layout.object_at && layout.counter_at >= 0) || !increment_version || !is_tensor(tensor)) return;
+    bool has_none = layout.object_at && layout.counter_at >= 0;
+    if (version || has_none || keeps_versions || !increment_version || !is_tensor(tensor)) return;
     Py_XDECREF(PyObject_CallFunctionObjArgs(increment_version, tensor, NULL));
     PyErr_Clear();
 }
@@ -266,6 +268,13 @@ static PyObject *use_autograd(PyObject *Py_UNUSED(self), PyObject *const *args, 
     Py_RETURN_NONE;
 }
 
+/* keep_versions(bool) -> what it was: whether autograd shall not notice what calls of this thread write. */
+static PyObject *keep_versions(PyObject *Py_UNUSED(self), PyObject *wanted) {
+    bool before = keeps_versions;
+    keeps_versions = PyObject_IsTrue(wanted) == 1;
+    return PyBool_FromLong(before);
+}
+
 static PyObject *change_tensors(PyObject *Py_UNUSED(self), PyObject *tensors) {
     tensors_change(tensors);
     Py_RETURN_NONE;
@@ -332,6 +341,7 @@ static PyMethodDef methods[] = {
     METHOD(view_gpu_tensor, METH_FASTCALL,
            "(tensor, device) -> (address, count, dtype), or None when Python must look"),
     METHOD(use_autograd, METH_FASTCALL, "(increment_version, is_grad_enabled, asks_requires_grad): torch's"),
+    METHOD(keep_versions, METH_O, "(bool) -> what it was: autograd does not notice what this thread's calls write"),
     METHOD(change_tensors, METH_O, "(tensor or tuple of any objects): tell autograd that they change now"),
     METHOD(use_gpu_keys, METH_O, "(keys): of tensors on a GPU that are what their memory holds"),
     {NULL, NULL, 0, NULL},

@@ -7,6 +7,7 @@ when torch is imported (Symcomm is registered)
     prefix_store.py           torch's PrefixStore takes our stores
     init_process_group.py     waits for the previous group's end, and looks again for a store that is going away
     destroy_process_group.py  releases stores that only the group's C++ half held
+    buffer_hook.py            autograd does not mind what DDP's buffer hook overwrites
     reducer_join.py           torch's Reducer keeps the work that counts joined ranks
     monitored_barrier.py      asks our groups
     pg_timeout.py             asks our groups
@@ -39,8 +40,9 @@ from symcomm.torch_backend.torch_patches.patch import Undo
 __all__ = ["AT_FIRST_GROUP", "AT_IMPORT", "apply", "applied", "undo_all"]
 
 AT_IMPORT = (
-    "store_errors", "reduce_op_options", "prefix_store", "init_process_group", "destroy_process_group", "reducer_join",
-    "monitored_barrier", "pg_timeout", "split_group", "shrink_group", "debug_wrapper", "flight_recorder_hook", "dist2",
+    "store_errors", "reduce_op_options", "prefix_store", "init_process_group", "destroy_process_group", "buffer_hook",
+    "reducer_join", "monitored_barrier", "pg_timeout", "split_group", "shrink_group", "debug_wrapper",
+    "flight_recorder_hook", "dist2",
 )  # fmt: skip
 AT_FIRST_GROUP = (
     "functional_collectives", "flight_recorder_dumps", "health_check_hook", "cpp_hooks", "when_imported",
