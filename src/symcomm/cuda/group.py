@@ -436,7 +436,14 @@ class CudaGroup(CudaExecution):
             number = self.core.arena.flight.site(site)
             try:
                 work.request = native.submit(
-                    self.core.handle, step.plan, step.ins, step.outs, step.timeout_ns, number, request.written, on_arrival,
+                    self.core.handle,
+                    step.plan,
+                    step.ins,
+                    step.outs,
+                    step.timeout_ns,
+                    number,
+                    request.written,
+                    on_arrival,
                     step.batch,
                 )
             except BaseException:

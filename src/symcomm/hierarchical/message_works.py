@@ -58,7 +58,7 @@ class RemoteWork(AnyMessageWork):
     def end(self, error: BaseException | None = None) -> None:
         """With the group's condition held."""
         if error is None and not self._message.is_send:
-            native.change_tensors(self._buffer.written)
+            native.change_tensors(self.buffer.written)
         self._error, self.ended = error, True
         self._group.cond.notify_all()
 
