@@ -19,79 +19,28 @@ import torch
 
 import symcomm
 from symcomm import errors
-from symcomm.group.p2p import Message
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import attempt, run_group
-from tests.support.halted_calls import CASES, PATTERN, all_gather, all_reduce, all_to_all, of_rank
+from tests.support.given_up import GIVEN_UP, LATE, QUEUED, Asynchronous, each_late, one_raises
+from tests.support.halted_calls import all_gather, all_reduce
 from tests.support.page_gate import Gate, Words, ordinary, stop, symmetric
 from tests.support.ranks import returned, until
 
-GIVEN_UP, STARTED, OVER = 0, 8, 9  # words: of each rank, how many works it gave up; and how far the test is
+OVER = 8  # a word, behind those of ranks: the test is over
 SMALL, LARGE = 1000, 1 << 20
-LATE = 1
-QUEUED = [case for case in CASES if case is not all_to_all]  # with lists it first asks all ranks for their sizes
-
-
-class Asynchronous:
-    """A group whose collectives return works."""
-
-    def __init__(self, group: ProcessGroup):
-        self._group = group
-        self.rank, self.size = group.rank, group.size
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args: getattr(self._group, name)(*args, async_op=True)
-
-
-def _each_late(g: ProcessGroup, make: Callable, n: int, words: Words) -> list[str]:
-    """Each collective: rank 1 comes when rank 0 has given up; rank 2 came in time, and waits for good."""
-    bad: list[str] = []
-    for number, build in enumerate(QUEUED, 1):
-        team = g.new_group(range(g.size), timeout=30)
-        assert team is not None
-        case, who = build(Asynchronous(team), make, n), f"{build.__name__}, rank {g.rank}"
-        case.fill()
-        case.run().wait()
-        bad += [f"{who}: {case.wrong()} wrong without a fault"] if case.wrong() else []
-        case.fill()
-        if g.rank == LATE:
-            words.reach(GIVEN_UP, number)
-        work = case.run()
-        if g.rank == 0:
-            assert not work.is_completed() and work.exception() is None  # which asks, and gives up nothing
-        raised = attempt(lambda w=work: w.wait(0.05) if g.rank == 0 else w.wait())
-        if not raised:
-            bad.append(f"{who}: returned {case.wrong()} wrong elements")
-        case.overwrite()
-        words[GIVEN_UP + g.rank] = number
-        again = [attempt(work.wait), attempt(lambda w=work: w.wait(0.01)), attempt(work.result), attempt(team.barrier)]
-        bad += [f"{who}: raised {raised}, then {again}"] if "" in again or not work.is_completed() else []
-        try:
-            work.get_future().wait()
-            bad.append(f"{who}: its future has values")
-        except Exception as error:  # torch's future does not keep the type
-            bad += [] if "cannot be used" in str(error) or "timed out" in str(error) else [f"{who}: {error}"]
-        g.barrier()
-        time.sleep(0.02)
-        bad += [f"{who}: {case.touched()} elements written after {raised}"] if case.touched() else []
-        if g.rank == 0 and raised != "DeadlineError":
-            bad.append(f"{who}: raised {raised}")
-        g.barrier()
-        team.destroy()
-    return bad
 
 
 @pytest.mark.parametrize("n", [SMALL, LARGE])
 @pytest.mark.parametrize("make", [ordinary, symmetric], ids=lambda make: make.__name__)
 def test_a_late_rank_gets_no_values_of_a_work_that_was_given_up(make: Callable, n: int):
-    outcomes = run_group(_each_late, 3, make, n, Words(), timeout=30, deadline=60)
+    outcomes = run_group(each_late, 3, make, n, Words(), QUEUED, timeout=30, deadline=60)
     bad = [text for value in returned(outcomes) for text in value]
     assert not bad, "\n".join(bad)
 
 
 @pytest.mark.parametrize("make", [ordinary, symmetric], ids=lambda make: make.__name__)
 def test_works_of_threads_that_were_given_up(make: Callable):
-    bad = symcomm.spawn(_each_late, 3, mode="threads", args=(make, SMALL, Words()), timeout=30)
+    bad = symcomm.spawn(each_late, 3, mode="threads", args=(make, SMALL, Words(), QUEUED), timeout=30)
     assert bad == [[], [], []]
 
 
@@ -270,55 +219,8 @@ def test_a_wait_that_ctrl_c_ended():
 # --- one of several works has raised ------------------------------------------------------------------------------
 
 
-def _several(team: ProcessGroup, make: Callable, n: int) -> list[tuple[Any, torch.Tensor, torch.Tensor | None]]:
-    """(a work, a tensor of it, what that holds if the work succeeds): messages, and collectives between them."""
-    peer, count = 1 - team.rank, 5
-    sent, got, summed = ([make(n) for _ in range(count)] for _ in range(3))
-    for i in range(count):
-        sent[i].copy_(of_rank(team.rank, n, i))
-        summed[i].copy_(of_rank(team.rank, n, i))
-        got[i].fill_(0.5)
-    works: list[tuple[Any, torch.Tensor, torch.Tensor | None]] = []
-    for i in range(count):
-        [send, receive] = team.batch([Message.send(sent[i], peer, i), Message.receive(got[i], peer, i)])
-        works += [(send, sent[i], None), (receive, got[i], of_rank(peer, n, i))]
-        works.append((team.all_reduce(summed[i], async_op=True), summed[i], sum(of_rank(r, n, i) for r in range(2))))
-    return works
-
-
-def _one_raises(g: ProcessGroup, make: Callable, n: int) -> list[str]:
-    """Another thread of rank 0 aborts while works are under way. Each rank waits for some, until one raises."""
-    bad: list[str] = []
-    for number in range(1, 16):
-        team = g.new_group(range(2), timeout=30)
-        assert team is not None
-        g.barrier()
-        if g.rank == 0:
-            threading.Timer(0.0004 * number, team.abort).start()
-        try:
-            works = _several(team, make, n)
-        except errors.GroupUnusableError:
-            works = []
-        first = number * 7 % 15  # a send, a receive or a collective
-        waited = works[first:] + works[:first]
-        kept = next((i for i, (work, _, _) in enumerate(waited) if attempt(work.wait)), len(waited))
-        for _, tensor, _ in waited[kept:]:
-            tensor.fill_(PATTERN)
-        g.barrier()
-        time.sleep(0.01)
-        who = f"round {number}, rank {g.rank}"
-        for _, tensor, right in waited[:kept]:
-            if right is not None and not torch.equal(tensor, right):
-                bad.append(f"{who}: wrong values of a work that returned")
-        for _, tensor, _ in waited[kept:]:
-            bad += [f"{who}: {count} written afterwards"] if (count := int((tensor != PATTERN).sum())) else []
-        g.barrier()
-        team.destroy()
-    return bad
-
-
 @pytest.mark.parametrize("n", [SMALL, 60_000, LARGE])
 @pytest.mark.parametrize("make", [ordinary, symmetric], ids=lambda make: make.__name__)
 def test_no_tensor_is_written_once_one_of_several_works_has_raised(make: Callable, n: int):
-    bad = [text for value in returned(run_group(_one_raises, 2, make, n, deadline=60)) for text in value]
+    bad = [text for value in returned(run_group(one_raises, 2, make, n, 0.0004, deadline=60)) for text in value]
     assert not bad, "\n".join(bad)

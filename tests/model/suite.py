@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.model import agreeing, attaching, copying, deciding, leaving, refusing, sleeping, voiding
+from tests.model import agreeing, attaching, copying, deciding, giving_up, leaving, refusing, sleeping, voiding
 from tests.model.explorer import Model
 
 Maker = Callable[..., Model]
@@ -14,6 +14,7 @@ QUICK: list[Callable[[], Model]] = [
     sleeping.weak_failure,
     lambda: sleeping.meeting(world=2, operations=2, deaths=1),
     lambda: sleeping.meeting(world=3),
+    giving_up.giving_up,
     voiding.two,
     voiding.passed_on,
     voiding.relayed,
@@ -67,6 +68,7 @@ MUTANTS: list[tuple[dict[str, str], list[Maker]]] = [
     (sleeping.MUTANTS, [
         sleeping.weak_meeting, sleeping.weak_failure, lambda without: sleeping.meeting(without, world=2, deaths=1),
     ]),
+    (giving_up.MUTANTS, [giving_up.giving_up]),
     (voiding.MUTANTS, [voiding.two, voiding.passed_on, voiding.relayed]),
     (voiding.PUSH_MUTANTS, [voiding.pushing, voiding.both_fail]),
     (copying.MUTANTS, [copying.joint, lambda without: copying.joint(without, gives_up=False)]),

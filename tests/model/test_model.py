@@ -13,12 +13,24 @@ from typing import Any
 
 import pytest
 
-from tests.model import agreeing, attaching, copying, deciding, explorer, leaving, refusing, sleeping, suite, voiding
+from tests.model import (
+    agreeing,
+    attaching,
+    copying,
+    deciding,
+    explorer,
+    giving_up,
+    leaving,
+    refusing,
+    sleeping,
+    suite,
+    voiding,
+)
 from tests.model.explorer import ACQUIRE, RELEASE, Model, Step, Strong, check, explore, fence, load, own, store
 from tests.model.weak import Weak
 
 ROOT = Path(__file__).parents[2]
-MODULES = [agreeing, attaching, copying, deciding, leaving, refusing, sleeping, voiding]
+MODULES = [agreeing, attaching, copying, deciding, giving_up, leaving, refusing, sleeping, voiding]
 
 
 @pytest.mark.parametrize("make", suite.QUICK, ids=lambda make: make().name)

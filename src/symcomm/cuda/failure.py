@@ -67,6 +67,8 @@ class CudaFailures:
         self._describe: Callable[[], errors.SymcommError] | None = None  # what went wrong, once somebody asks
         self._has_captured = False
         self.watchdog = Watchdog(self)
+        ref = weakref.ref(self)
+        core.letting_go.append(lambda: (this := ref()) is not None and this.found())
 
     # --- for callers ------------------------------------------------------------------------------------------
 
@@ -79,7 +81,21 @@ class CudaFailures:
                     f"work on cuda:{self.device} on rank {self._rank}: the group has failed; what was under way holds "
                     "no result. Destroy the group, or call group.shrink() to go on."
                 )
+        if self.error is not None:
+            native.group_let_go(self.handle)
         return self.error
+
+    def give_up(self, work: Any, call: str, begun: float) -> None:
+        """A caller waits no longer for what is in a stream: the deadline of ``call`` is now. Returns once the group has
+        failed, and tensors are their owners' again, or ``work`` has passed after all."""
+        sequence = self.watchdog.sequence
+        late = (sequence.missing() if sequence is not None else []) or [self._rank]  # or this very GPU takes long
+        self.watchdog.add(
+            Outstanding(call, lambda: [] if _has_passed(work) else late, lambda _: None, begun, 0.0)
+        )
+        end = time.monotonic() + VERDICT_S
+        while not _has_passed(work) and not self._settled.wait(POLL_S) and time.monotonic() < end:
+            pass
 
     def raise_if_failed(self) -> None:
         """Raise what went wrong: in full the first time, as a reference to it later."""
@@ -274,7 +290,8 @@ class CudaFailures:
         what, where = self._what(core, item)
         return errors.DeadlineError(
             f"{what} timed out {where}: the GPU work of rank {format_ranks(ranks)} did not come so far. Look at "
-            "what those ranks run on their GPU, or give a longer timeout to the call.",
+            "what those ranks run on their GPU, or give a longer timeout to the call. "
+            "Call group.shrink() to go on without them.",
             ranks,
         )
 

@@ -528,11 +528,8 @@ class CudaGroup(CudaExecution):
     # --- failures ---------------------------------------------------------------------------------------------
 
     def fail_with_status(self, status: int, call: str, site: Any, seconds: float | None) -> errors.SymcommError:
-        """The hosts could not synchronize. Wait first until no stream uses peers' tensors, nor peers this rank's."""
-        error = self.core.fail_with_status(status, call, site, seconds, explain)
-        if not isinstance(error, errors.CallRefusedError):  # nobody has put anything into a stream for that
-            self.failures.found()
-        return error
+        """The hosts could not synchronize. No stream uses peers' tensors any more, nor peers this rank's."""
+        return self.core.fail_with_status(status, call, site, seconds, explain)
 
     def _note_in_place_use(self, stream: int) -> None:
         """Peers use this rank's tensors, and it theirs, until the stream comes past this point."""

@@ -350,6 +350,7 @@ class CudaReceive(StreamWork):
             self._message.wait(timeout)
         with self._lock:
             if not self._queued:
+                self._failures.raise_if_failed()  # before the copy is in a stream, where nothing takes it back
                 self._queued = True
                 seconds = self._messages.core.timeout if not timeout else to_ns("wait", timeout) / 1e9
                 try:

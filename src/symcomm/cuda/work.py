@@ -12,7 +12,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.cuda.failure import CudaFailures
-from symcomm.group.work import Outcome, to_ns
+from symcomm.group.work import Outcome, raise_late, to_ns
 
 POLL_S = 0.0005
 
@@ -120,14 +120,17 @@ class CudaWork(StreamWork):
 
     def await_queued(self, seconds: float | None) -> bool:
         if self.request is not None and not self._queued.is_set():
-            native.request_wait(self.request, 0 if seconds is None else max(1, int(seconds * 1e9)))
+            status = native.request_wait(self.request, 0 if seconds is None else max(1, int(seconds * 1e9)))
+            if status is None:
+                return self._queued.is_set()
         return self._queued.wait(seconds)
 
     def _await_queued(self) -> None:
         self.await_queued(None)
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """The current stream waits for the result. With a ``timeout`` the host does, and raises when that passes."""
+        """The current stream waits for the result. With a ``timeout`` the host does; when that passes, the operation
+        fails on all ranks, and the group with it."""
         try:
             return self._wait(timeout)
         except RuntimeError as error:
@@ -139,20 +142,29 @@ class CudaWork(StreamWork):
         given = to_ns("wait", timeout) / 1e9 if timeout else None
         end = None if given is None else time.monotonic() + given
         if not self.await_queued(given):
-            raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
+            self._give_up_meeting(given or 0.0)
         self._raise()
         if not self._is_valid:
             self._failures.raise_if_failed()
         if end is not None:
             while not self._event.query():
                 if time.monotonic() > end:
-                    raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
+                    self._failures.give_up(self, self._call, self._started)
+                    break
                 time.sleep(POLL_S)
             self._check_outcome()
             self._raise()
         torch.cuda.current_stream(self._group.device).wait_event(self._event)
         self.kept = None
         return True
+
+    def _give_up_meeting(self, seconds: float) -> None:
+        """The hosts have not met in time: as if the call had had no more."""
+        if self.request is None:
+            raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", seconds)
+        native.request_give_up(self.request)
+        self._queued.wait()
+        raise_late(self._error)
 
     def is_completed(self) -> bool:
         if not self._queued.is_set():

@@ -47,7 +47,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     # Not in the object's dictionary: with thirty there, Python searches it at every call of a method.
     __slots__ = (
         "_failure", "_failure_lock", "_in_flight", "_keep_lock", "_plans", "arena", "base_name", "before_leaving",
-        "exposed", "given_limits", "global_ranks", "handle", "name", "newcomers", "peers", "pending", "plan_limits",
+        "exposed", "given_limits", "global_ranks", "handle", "letting_go", "name", "newcomers", "peers", "pending", "plan_limits",
         "rank", "size", "timeout_ns", "watcher",
     )  # fmt: skip
     handle: native.Group  # of the ranks of this host
@@ -80,6 +80,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         self._failure: errors.SymcommError | None = None
         self._failure_lock = threading.RLock()  # a signal handler may need it while we do
         self.before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
+        self.letting_go: list[Callable[[], Any]] = []  # return, after a failure, once tensors are their owners' again
         self.exposed: dict[int, Any] = {}  # memory that peers may write to, by window
         self.newcomers: list[int] = []  # the ranks that came in when grow() made this group
         self.base_name = name  # what newcomers call it, through all its shrinking and growing
@@ -137,13 +138,20 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         """The exception for a failure. The first one has the full description, later ones refer to it; observers and
         abort hooks are told once, whichever way the failure was found."""
         with self._failure_lock:
-            if self._failure is not None:
-                return self.unusable_error()
-            first = describe()
-            self._failure = copy.copy(first)  # the one that is raised holds its frames, and they the caller's tensors
+            first = describe() if self._failure is None else None
+            if first is not None:
+                self._failure = copy.copy(first)  # the one that is raised holds its frames, and they the caller's tensors
+        self._let_go()
+        if first is None:
+            return self.unusable_error()
         hooks.failed(self._observed, first)
         self.run_abort_hooks()
         return first
+
+    def _let_go(self) -> None:
+        """Return once no tensor of any of this rank's calls is used any more: the group has failed."""
+        for return_when_unused in list(self.letting_go):
+            return_when_unused()
 
     def after_fork(self) -> None:
         """In a forked child, which is not the rank: it cannot use the group, whatever the parent's threads held."""
@@ -169,6 +177,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     def check_usable(self) -> None:
         """Raise if the group was destroyed, or has failed."""
         if self._failure is not None:
+            self._let_go()
             raise self.unusable_error()
 
     @abstractmethod

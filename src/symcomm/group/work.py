@@ -42,6 +42,13 @@ def to_ns(call: str, timeout: float | timedelta) -> int:
     return max(1, int(min(seconds, LONGEST) * 1e9))
 
 
+def raise_late(error: BaseException | None) -> None:
+    """What a wait that gave up found: an operation before may have been the first to be late, and to say so."""
+    late = error.__cause__ if isinstance(error, errors.GroupUnusableError) else None
+    if isinstance(late, errors.DeadlineError):
+        raise errors.DeadlineError(str(error), late.missing) from late
+
+
 def no_thread(what: str, error: Exception) -> errors.ResourceError:
     return errors.ResourceError(
         f"no thread could be started for {what} ({error}); raise the limit on threads "
@@ -215,6 +222,7 @@ class Work(Outcome):
         given = to_ns("wait", timeout) if timeout else 0
         if not self.poll(given):
             self._give_up(given / 1e9)
+            raise_late(self._error)
         if self._error is not None:
             raise self._error
         return True
@@ -224,9 +232,6 @@ class Work(Outcome):
         if self.request is None:
             raise errors.deadline(f"waiting for {self._call} on group {self._group_name!r}", seconds)
         self.settle(native.request_give_up(self.request))
-        late = self._error.__cause__ if isinstance(self._error, errors.GroupUnusableError) else None
-        if isinstance(late, errors.DeadlineError):  # an operation before this one was late, and was the first to say so
-            raise errors.DeadlineError(str(self._error), late.missing) from late
 
     def is_completed(self) -> bool:
         return self.poll(-1)

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -129,11 +129,16 @@ class Failures:
                 parts.append(f"rank {r} (pid {group.peer_info[r]['pid']}) {words}")
         return "; ".join(parts)
 
-    def late(self, seq: int, seconds: float, whom: Collection[int]) -> None:
-        """A deadline passed while waiting for ``whom``, in operation ``seq``; 0: in a message that was half way."""
+    def late(
+        self, seq: int, seconds: float, whom: Collection[int], has_ended: Callable[[], bool] = lambda: False
+    ) -> None:
+        """A deadline passed while waiting for ``whom``, in operation ``seq``; 0: in a message that was half way.
+        ``has_ended``: whether what it was for came in the end."""
         if self.verdict is not None:
             return
         group, answers = self._group, self.survey()
+        if has_ended():
+            return
         behind = [r for r, answer in answers.items() if answer["seq"] < seq]
         silent = [r for r in range(group.size) if r not in answers]
         missing = sorted({*behind, *silent})

@@ -65,6 +65,7 @@ LOCAL_ROUNDS = 3  # of the exchange, at most, to build a host's own group
 Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
 ENGINE_GRACE = 1.0  # seconds for the control channel to learn who is gone, when the engine noticed first
 ENGINE_STOP = 5.0  # seconds for an engine to stop; Gloo takes milliseconds
+LAST_STEP = 10.0  # seconds for an operation to end that was given up; it waits for nobody any more
 
 # Who in a group is told of a control message, and by which rank it was sent.
 _RECEIVERS = {
@@ -342,12 +343,10 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             raise self.refusals.found(refusal, f"{call} #{seq} on group {self.name!r}", batch) from None
         except OperationStopped:
             self._abandoned.append((operation, on))
-            self.await_engine()
             raise self.fail_operation(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun) from None
         except BaseException:  # interrupted, or a bug: this rank is out of step with the others
             self._abandoned.append((operation, on))
             self.failures.abort()
-            self.await_engine()
             self.fail_operation(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun)
             raise
         operation.end()
@@ -372,8 +371,18 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self._keep(work)
 
     def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
-        """This rank's exception for a failure that ``failures`` has recorded."""
+        """This rank's exception for a failure that ``failures`` has recorded. Not to be asked for with ``cond`` held,
+        which operations need to end."""
         return self.fail(lambda: self.failures.error(what, seconds))
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self.await_engine()
+        native.group_let_go(self.local.handle)
+        if self._turn.acquire(timeout=LAST_STEP):  # what another thread performs has ended
+            self._turn.release()
+        with self.cond:  # and what the control channel delivers: nothing comes after the verdict
+            pass
 
     @property
     def is_operating(self) -> bool:
@@ -389,8 +398,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         verdict = self.failures.verdict
         if self._failure is None and verdict is not None and verdict["fault"] != "gone":
             raise self.fail_operation(f"an operation on group {self.name!r}", 0.0)
-        if self._failure is not None:
-            raise self.unusable_error()
+        super().check_usable()
 
     def on_transfer_error(self, transfer: Transfer) -> None:
         """The engine failed: a rank is gone, as the control channel will notice as well, or for a reason of its own."""

@@ -52,12 +52,29 @@ class HierarchicalWork(Work):
         self._ended.wait()
 
     def poll(self, timeout_ns: int) -> bool:
-        if not self._ended.is_set() and (
-            timeout_ns < 0 or not self._ended.wait(timeout_ns / 1e9 if timeout_ns else None)
-        ):
+        if not self._ended.is_set() and (timeout_ns < 0 or not self._ends_within(timeout_ns)):
             return False
         self.settle(0)
         return True
+
+    def _ends_within(self, timeout_ns: int) -> bool:
+        group = self._group
+        try:
+            return self._ended.wait(timeout_ns / 1e9 if timeout_ns else None)
+        except BaseException:  # of a signal handler: as in a call that blocks
+            if group is not None:
+                group.failures.abort()
+            self._ended.wait()
+            raise
+
+    def _give_up(self, seconds: float) -> None:
+        """The deadline of whatever runs is now: this one, or one that it stands behind."""
+        group = self._group
+        if group is not None:
+            others = [r for r in range(group.size) if r != group.rank]
+            group.failures.late(min(self._number, group.doing[0]), seconds, others, self._ended.is_set)
+        self._ended.wait()
+        self.settle(0)
 
 
 class Runner:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -325,7 +326,12 @@ class AllOf(_OwnWork):
         return max(work._get_sequence_number() for work in self._works)
 
     def wait(self, timeout: timedelta | float = NO_LIMIT) -> bool:
-        return all(work.wait(timeout) for work in self._works)
+        timeout = duration("wait: timeout", timeout)
+        end = time.monotonic() + timeout.total_seconds()
+        for work in self._works:  # the first that is late ends the others, too
+            left = timedelta(seconds=max(end - time.monotonic(), 1e-6)) if timeout > NO_LIMIT else timeout
+            work.wait(left)
+        return True
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

@@ -158,9 +158,22 @@ static PyObject *use_deadlock_callback(PyObject *Py_UNUSED(self), PyObject *call
     Py_RETURN_NONE;
 }
 
+/* group_let_go(group): it has failed. Returns once nobody uses the tensors of this rank's calls any more. */
+static PyObject *group_let_go(PyObject *Py_UNUSED(self), PyObject *capsule) {
+    struct group *g = to_group(capsule);
+    struct visit v;
+    if (g == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    if (visit_begin(&v, g)) p2p_let_all_go(&v);
+    visit_end(&v);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     METHOD(use_deadlock_callback, METH_O,
            "(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."),
+    METHOD(group_let_go, METH_O, "(group): of one that has failed; its tensors are the caller's on return."),
     METHOD_AS(p2p_exchange, py_exchange, METH_FASTCALL, "(group, is_send, peer, tag, tensor) -> peer, outcome or None"),
     METHOD_AS(p2p_fill, py_fill, METH_VARARGS,
               "(op, status) -> whether it was held; it is over, by a message that came another way"),
