@@ -144,6 +144,46 @@ def test_a_tensor_is_its_owners_again_after_an_error(tmp_path: Path):
     assert values == [5.0]
 
 
+def wait_gives_up(rank: int, world: int, folder: str, call: str, late: str, in_place: bool) -> tuple[str, list[float]]:
+    """Rank 0 waits no longer for rank 1, whose host comes afterwards, or whose GPU is busy for long."""
+    gpu = join(rank, world, folder)
+    warm_up(gpu)
+    mine = symmetric(rank + 1.0) if in_place else torch.full((N,), rank + 1.0, device="cuda")
+    out = torch.zeros(world * N, device="cuda")
+    gpu.core.barrier()
+    if rank == 1 and late == "host":
+        hear(folder, "given up")
+    elif rank == 1:
+        torch.cuda._sleep(4 * SECOND)
+
+    def act() -> None:
+        both = (out, mine) if call == "all_gather_single" else (mine,)
+        getattr(gpu, call)(*both, async_op=True).wait(0.3 if rank == 0 else 20.0)
+
+    said = outcome_of(act)
+    if rank == 0:
+        for tensor in (mine, out):
+            tensor.fill_(-7.0)
+        torch.cuda.synchronize()
+        tell(folder, "given up")
+    torch.cuda.synchronize()
+    again = outcome_of(gpu.barrier)
+    tell(folder, f"done {rank}")
+    hear(folder, "done 0", "done 1")
+    torch.cuda.synchronize()
+    return said if again != "nothing" else f"{said}, and the group goes on", torch.cat([mine, out]).unique().tolist()
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["ordinary", "symmetric"])
+@pytest.mark.parametrize("late", ["host", "gpu"])
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather_single"])
+def test_a_work_that_was_given_up(tmp_path: Path, call: str, late: str, in_place: bool):
+    (said, values), (theirs, _) = run_ranks(wait_gives_up, 2, str(tmp_path), call, late, in_place)
+    assert said.startswith("DeadlineError") and "rank" in said and "goes on" not in said, said
+    assert theirs.startswith("DeadlineError") and "goes on" not in theirs, theirs
+    assert values == [-7.0]
+
+
 def error_waits_for_peers(rank: int, world: int, folder: str) -> tuple[str, float]:
     """Rank 1 is in the middle of it, and leaves within a second: rank 0 is told then, not before."""
     gpu = join(rank, world, folder)

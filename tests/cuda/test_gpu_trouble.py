@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -265,6 +266,96 @@ def test_a_caller_is_told_once_its_own_works_have_ended(monkeypatch: pytest.Monk
             event.passed = True
             failures.watchdog.poll(0.1)
             assert isinstance(failures.error, errors.GroupUnusableError) and work.exception() is failures.error
+        sync()
+
+    run_troubled(rank_main, monkeypatch)
+
+
+class Waiting:
+    """An event behind a wait for peers: it passes once none is missing."""
+
+    def __init__(self, sequence: CollectiveSequence):
+        self._sequence = sequence
+
+    def query(self) -> bool:
+        return not self._sequence.missing()
+
+
+@pytest.mark.parametrize("missing", [2, 0], ids=["a peer's", "its own"])
+def test_a_wait_that_gives_up_ends_what_the_gpu_waits_for(monkeypatch: pytest.MonkeyPatch, missing: int):
+    """Rank 0 waits no longer for rank 2's GPU, or for its own."""
+    monkeypatch.setattr(failure_module, "LEAVE_S", 0.3)
+
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> str:
+        sequence = failures.watchdog.sequence
+        sequence.timeout = 1000.0
+        sequence._barriers.count = 4 if missing else 0
+        failures.departure.flag_words.words[16 * 1] = 4
+        work = work_behind(failures, Waiting(sequence) if missing else Event())
+        behind = work_behind(failures, Event())
+        sync()
+        if group.rank == 0:
+            with pytest.raises(errors.DeadlineError, match=f"GPU work of rank {missing} did not come") as caught:
+                work.wait(0.05)
+            assert caught.value.missing == [missing] and "group.shrink()" in str(caught.value)
+            assert not work.is_success() and isinstance(behind.exception(), errors.DeadlineError)
+        sync()
+        said = str(failures.found())
+        with pytest.raises(errors.SymcommError):  # the CPU's calls as well
+            group.barrier()
+        sync()
+        return said
+
+    ours, *others = run_troubled(rank_main, monkeypatch)
+    assert "timed out on rank 0" in ours
+    assert all(f"rank 0's deadline passed while it waited for rank {missing}" in said for said in others)
+
+
+def test_a_wait_that_gives_up_before_the_hosts_have_met(monkeypatch: pytest.MonkeyPatch):
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> list[str]:
+        if group.rank == 2:
+            sync()
+        met = group.barrier(async_op=True)
+        work = CudaWork(SimpleNamespace(failures=failures, name="g", device=0), "all_reduce", [], None)
+        work.request = met.request
+        met.add_done_callback(lambda: work.settle(met.exception()))
+        with pytest.raises(errors.SymcommError) as caught:
+            work.wait(0.05 if group.rank == 0 else 20.0)
+        if group.rank < 2:
+            sync()
+        return [type(caught.value).__name__, type(work.exception()).__name__]
+
+    ours, *others = run_troubled(rank_main, monkeypatch)
+    assert ours[0] == "DeadlineError" and all("Error" in name for names in others for name in names)
+
+
+def test_an_error_of_the_cpu_waits_for_the_gpu_too(monkeypatch: pytest.MonkeyPatch):
+    """Whatever raises, no tensor of the group's works is used any more."""
+    monkeypatch.setattr(failure_module, "LEAVE_S", 1000.0)
+
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> None:
+        event = Event()
+        work = work_behind(failures, event)
+        raised: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                group.barrier()
+            except errors.SymcommError as error:
+                raised.append(error)
+
+        sync()
+        if group.rank == 0:
+            thread = threading.Thread(target=call)
+            thread.start()
+            time.sleep(0.1)
+            group.abort()
+            time.sleep(0.3)
+            assert not raised
+            event.passed = True
+            thread.join(10)
+            assert isinstance(raised[0], errors.GroupUnusableError) and work.exception() is not None
+        event.passed = True
         sync()
 
     run_troubled(rank_main, monkeypatch)

@@ -1,4 +1,4 @@
-"""Works across hosts that were given up, and several of which one has raised: as on one host (group/test_giving_up.py)."""
+"""Works across hosts that were given up, or of which one has raised: as on one host (tests/group/test_giving_up.py)."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     # Not in the object's dictionary: with thirty there, Python searches it at every call of a method.
     __slots__ = (
         "_failure", "_failure_lock", "_in_flight", "_keep_lock", "_plans", "arena", "base_name", "before_leaving",
-        "exposed", "given_limits", "global_ranks", "handle", "letting_go", "name", "newcomers", "peers", "pending", "plan_limits",
-        "rank", "size", "timeout_ns", "watcher",
+        "exposed", "given_limits", "global_ranks", "handle", "letting_go", "name", "newcomers", "peers", "pending",
+        "plan_limits", "rank", "size", "timeout_ns", "watcher",
     )  # fmt: skip
     handle: native.Group  # of the ranks of this host
     peers: list[Peer]  # those ranks' arenas
@@ -139,8 +139,8 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         abort hooks are told once, whichever way the failure was found."""
         with self._failure_lock:
             first = describe() if self._failure is None else None
-            if first is not None:
-                self._failure = copy.copy(first)  # the one that is raised holds its frames, and they the caller's tensors
+            if first is not None:  # which holds its frames once it is raised, and they the caller's tensors
+                self._failure = copy.copy(first)
         self._let_go()
         if first is None:
             return self.unusable_error()

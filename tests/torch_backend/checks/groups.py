@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symcomm import errors
+from symcomm import errors, symm_mem
 from symcomm.torch_backend.bootstrap import store_prefix_of
 from symcomm.torch_backend.group import TorchGroup
 from symcomm.torch_backend.versions import SPLIT_KEEPS_ORDER
@@ -265,3 +265,49 @@ def careful_groups(rank: int, path: str) -> None:
             group._debug_checks._core = kept
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def _coalesced(team: Any, ins: Any, outs: Any) -> Any:
+    with dist._coalescing_manager(group=team, async_ops=True) as manager:
+        dist.all_reduce(ins, group=team)
+        dist.all_reduce(outs, group=team)
+    return manager.works[0]
+
+
+ASYNCHRONOUS: dict[str, Any] = {  # (group, a tensor, one that is WORLD times as large) -> work
+    "all_reduce": lambda team, x, _: dist.all_reduce(x, group=team, async_op=True),
+    "all_gather": lambda team, x, out: dist.all_gather(list(out.chunk(WORLD)), x, group=team, async_op=True),
+    "all_gather_into_tensor": lambda team, x, out: dist.all_gather_into_tensor(out, x, group=team, async_op=True),
+    "reduce_scatter_tensor": lambda team, x, out: dist.reduce_scatter_tensor(x, out, group=team, async_op=True),
+    "broadcast": lambda team, x, _: dist.broadcast(x, 0, group=team, async_op=True),
+    "broadcast to rank 0": lambda team, x, _: dist.broadcast(x, 1, group=team, async_op=True),
+    "all_to_all_single": lambda team, _, out: dist.all_to_all_single(out, out * 2, group=team, async_op=True),
+    "coalesced": _coalesced,
+}
+
+
+@check
+def works_that_were_given_up(rank: int, path: str) -> None:
+    """Rank 1 comes when rank 0's wait has raised, and rank 0 has overwritten its tensors."""
+    with joined(rank, path):
+        token = torch.zeros(1)
+        for name, start in ASYNCHRONOUS.items():
+            for make, n in ((torch.ones, 8), (torch.ones, 5000), (symm_mem.zeros, 5000)):
+                team = dist.new_group(range(WORLD))
+                x, out = make(n), make(WORLD * n)
+                if rank == 1:
+                    dist.recv(token, 0)
+                    refused(lambda: start(team, x, out).wait(), "timed out")  # noqa: B023
+                    dist.send(token, 0)
+                    continue
+                work = start(team, x, out)
+                assert not work.is_completed(), name
+                limit = timedelta(milliseconds=50)
+                refused(lambda: work.wait(limit), "Timed out waiting", "did not come: 1", "shrink()")  # noqa: B023
+                x.fill_(-1.0), out.fill_(-1.0)
+                refused(lambda: work.get_future().wait(), "did not come: 1")  # noqa: B023
+                refused(work.wait, "Timed out")
+                assert work.is_completed() and not work.is_success()
+                dist.send(token, 1)
+                dist.recv(token, 1)
+                assert bool((x == -1.0).all() and (out == -1.0).all()), name
