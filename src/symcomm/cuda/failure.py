@@ -90,9 +90,7 @@ class CudaFailures:
         failed, and tensors are their owners' again, or ``work`` has passed after all."""
         sequence = self.watchdog.sequence
         late = (sequence.missing() if sequence is not None else []) or [self._rank]  # or this very GPU takes long
-        self.watchdog.add(
-            Outstanding(call, lambda: [] if _has_passed(work) else late, lambda _: None, begun, 0.0)
-        )
+        self.watchdog.add(Outstanding(call, lambda: [] if _has_passed(work) else late, lambda _: None, begun, 0.0))
         end = time.monotonic() + VERDICT_S
         while not _has_passed(work) and not self._settled.wait(POLL_S) and time.monotonic() < end:
             pass
