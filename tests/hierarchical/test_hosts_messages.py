@@ -87,7 +87,7 @@ def owner_computes(g: Any, done: threading.Event) -> float:
     work = g.irecv(x)
     g.barrier()
     assert done.wait(30)
-    assert work.is_completed()
+    assert until(work.is_completed, 20)  # a sender is done when the kernel has its bytes
     return x.mean().item()
 
 
