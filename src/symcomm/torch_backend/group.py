@@ -143,7 +143,7 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         self, output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, op: Any = None,
         timeout: Any = None, *, output: Any = None, input: Any = None,
     ) -> Any:  # fmt: skip
-        if op is None and timeout is None and output_tensors and isinstance(output_tensors, (list, tuple)):
+        if op is None and timeout is None and isinstance(output_tensors, (list, tuple)) and output_tensors:
             work = self._fast_path(_REDUCE_SCATTER, _first(input_tensors), output_tensors, opts)
             if work is not None:
                 return work
