@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import json
-import struct
 import threading
 import time
 import weakref
@@ -37,6 +35,7 @@ from symcomm.cuda.execution import CudaExecution, CudaSignature, HostsStep, Move
 from symcomm.cuda.failure import failures_of
 from symcomm.cuda.flag_words import FlagWords, flag_words_bytes, register_with_gpu
 from symcomm.cuda.kernels import PACK
+from symcomm.cuda.memory_infos import INFO, INFO_BYTES, MemoryInfos
 from symcomm.cuda.p2p import cuda_messages
 from symcomm.cuda.pool import PoolBuffer, find_block, hold, opened, opened_pieces, pool_of
 from symcomm.cuda.single_kernel import MOST_RANKS, SingleKernelCollectives, flags_bytes, most_blocks
@@ -71,8 +70,6 @@ TIME_SLICED = Limits(one_shot_bytes=128 << 20, direct_bytes=128 << 20)  # a barr
 SINGLE_KERNEL = Limits(one_shot_bytes=1 << 62, direct_reduce_bytes=8 << 20)
 
 
-INFO = struct.Struct(f"<{HANDLE_BYTES}sq{HANDLE_BYTES}sq")  # a tensor's block and place; a new staging area's
-INFO_BYTES = INFO.size
 NOTHING = bytes(HANDLE_BYTES)  # a handle of zeros: the tensor is not symmetric, or there is no new staging area
 
 
@@ -158,7 +155,7 @@ class CudaGroup(CudaExecution):
         self._sequence = self.failures.watchdog.sequence = CollectiveSequence(self.flag_words, self.barriers)
         self._watchdog = self.failures.watchdog
         self._fast_paths: dict[Any, Any] = {}  # all_reduces seen before, see _run_fast_path()
-        self._spare_infos: list[_MemoryInfos] = []
+        self._spare_infos: list[MemoryInfos] = []
         self._places: dict[bytes, list[int] | None] = {}  # where symmetric tensors are, by what ranks' infos said
         self._shown: dict[int, Any] = {}  # by stream: (the event behind its last use of peers' tensors, the stream)
         _living.add(self)
@@ -470,13 +467,13 @@ class CudaGroup(CudaExecution):
 
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def _infos(self) -> _MemoryInfos:
+    def _infos(self) -> MemoryInfos:
         try:
             return self._spare_infos.pop()
         except IndexError:
-            return _MemoryInfos(self.size)
+            return MemoryInfos(self.size)
 
-    def _fill(self, infos: _MemoryInfos, need: int, symmetric: TensorView | None) -> PoolBuffer | None:
+    def _fill(self, infos: MemoryInfos, need: int, symmetric: TensorView | None) -> PoolBuffer | None:
         """My info; with ``need``, a new staging area for halves of so many bytes."""
         stage = pool_of(self.device).allocate(2 * self._grown(need)) if need else None
         tensor = self._block_of(symmetric.address) if symmetric is not None else (NOTHING, 0)
@@ -488,7 +485,7 @@ class CudaGroup(CudaExecution):
         found = find_block(self.device, address)
         return (NOTHING, 0) if found is None else (found[0].handle, found[1])
 
-    def _use_stage(self, infos: _MemoryInfos, stage: PoolBuffer | None) -> None:
+    def _use_stage(self, infos: MemoryInfos, stage: PoolBuffer | None) -> None:
         assert stage is not None
         addresses = [
             stage.address if r == self.rank else self._open(r, handle) + offset
@@ -509,7 +506,7 @@ class CudaGroup(CudaExecution):
             half *= 2
         return half
 
-    def _symmetric(self, infos: _MemoryInfos) -> list[int] | None:
+    def _symmetric(self, infos: MemoryInfos) -> list[int] | None:
         """Where all ranks' tensors are, when all of them are symmetric."""
         said = bytes(infos.all)
         if said not in self._places:
@@ -592,14 +589,3 @@ def _hold_stages(departure: Departure, stages: list[PoolBuffer]) -> None:
     """A group is gone: its peers may still read its staging areas, and write them."""
     if stages:
         hold(stages, departure.is_left_alone)
-
-
-class _MemoryInfos:
-    """The memory infos of all ranks, as the plan of the hosts' step reads and writes them."""
-
-    def __init__(self, world: int):
-        self.mine, self.all = bytearray(INFO_BYTES), bytearray(INFO_BYTES * world)
-        # Viewed, they stay where they are.
-        self._views = [ctypes.c_char.from_buffer(memory) for memory in (self.mine, self.all)]
-        mine, everyone = map(ctypes.addressof, self._views)
-        self.ins, self.outs = (mine,), (everyone,)
