@@ -364,10 +364,8 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
                 act()
 
         if all(work.is_completed() for work in list(self.pending)):
-            in_turn()
-            return
-        work = HierarchicalWork(self, call, site, in_turn, [], [])
-        self._runner.submit(work)
+            return in_turn()
+        self._runner.submit(work := HierarchicalWork(self, call, site, in_turn, [], []))
         self._keep(work)
 
     def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
