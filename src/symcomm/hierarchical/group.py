@@ -72,8 +72,8 @@ _RECEIVERS = {
     "clear_to_send": attrgetter("matcher.on_clear_to_send"), "refused": attrgetter("matcher.on_refused"),
     "sending": attrgetter("matcher.on_sending"), "cancelled": attrgetter("matcher.on_cancelled"),
     "ask": attrgetter("failures.answer"), "answer": attrgetter("failures.note_answer"),
-    "refusal": attrgetter("refusals.note"),
-    "exchange": attrgetter("rounds.note"), "agree": attrgetter("agreements.note"),
+    "refusal": attrgetter("refusals.note"), "exchange": attrgetter("rounds.note"),
+    "agree": attrgetter("agreements.note"),
 }  # fmt: skip
 _living: weakref.WeakSet[HierarchicalGroup] = weakref.WeakSet()
 
@@ -138,8 +138,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self.layout = Layout(hosts, rank)
         self.cond = threading.Condition()  # notified whenever something changes that a thread may wait for
         self.failures = Failures(self)
-        # (sequence number, leader) -> signature, data
-        self.arrivals: dict[tuple[int, int], tuple[list[int], bytes | bytearray]] = {}
+        self.arrivals: dict[tuple[int, int], tuple[list[int], Any]] = {}  # (number, leader) -> signature, data
         self.refusals = RefusalsAcrossHosts(self)
         self.leader_links = links_of(self)
         self.left: set[int] = set()
@@ -357,16 +356,17 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
 
     def queue(self, act: Callable[[], None], call: str, site: Site) -> None:
         """Do this in the turn of the next operation: here, or in the group's thread if that is busy already."""
-        self._submitted += 1
 
         def in_turn() -> None:
             with self._turn:
                 act()
 
+        self._submitted += 1
         if all(work.is_completed() for work in list(self.pending)):
-            return in_turn()
-        self._runner.submit(work := HierarchicalWork(self, call, site, in_turn, [], []))
-        self._keep(work)
+            in_turn()
+        else:
+            self._runner.submit(work := HierarchicalWork(self, call, site, in_turn, [], []))
+            self._keep(work)
 
     def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
         """This rank's exception for a failure that ``failures`` has recorded. Not to be asked for with ``cond`` held,
