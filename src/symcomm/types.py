@@ -5,6 +5,7 @@ The numbers are shared with the C core (``_core/reduce/types.h``); a test compar
 
 from __future__ import annotations
 
+import copy
 import enum
 from typing import Any
 
@@ -47,16 +48,30 @@ class DType(enum.IntEnum):
 ITEMSIZE: dict[int, int] = dict(zip(DType, (1, 1, 2, 2, 4, 4, 8, 8, 1, 2, 2, 4, 8, 8, 16, 1, 1, 1, 1), strict=True))
 
 
-class Numbered(enum.Enum):
+class _OfNumbers(enum.EnumMeta):
+    """Members by their number, which a float is not even where it equals one."""
+
+    def __call__(cls, value: Any, *args: Any, **named: Any) -> Any:
+        if not hasattr(type(value), "__index__"):
+            raise errors.wrong_type(cls.__name__, "value", value, f"a number of {cls.__name__}")
+        return super().__call__(value, *args, **named)
+
+
+class Numbered(enum.Enum, metaclass=_OfNumbers):
     """Enumerations that behave like those of PyTorch's binding. Members compare by kind and number, also with PyTorch's
     member of the same name (write ours on the left), and never with a plain number; they hash, convert to int and index
     lists like the numbers they stand for."""
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
-        if not isinstance(value, int):
+        if not isinstance(value, int) or (cls._is_unsigned_byte() and not 0 <= value < 256):
             raise errors.wrong_type(cls.__name__, "value", value, f"a number of {cls.__name__}")
         return None
+
+    @classmethod
+    def _is_unsigned_byte(cls) -> bool:
+        """Whether PyTorch's has its numbers in one."""
+        return False
 
     def __eq__(self, other: object) -> bool:
         if type(other) is type(self):
@@ -72,15 +87,6 @@ class Numbered(enum.Enum):
         return self.value
 
     __index__ = __int__
-
-
-class _OfNumbers(enum.EnumMeta):
-    """Members by their number, which a float is not even where it equals one."""
-
-    def __call__(cls, value: Any, *args: Any, **named: Any) -> Any:
-        if not hasattr(type(value), "__index__"):
-            raise errors.wrong_type(cls.__name__, "value", value, "a number of an operation")
-        return super().__call__(value, *args, **named)
 
 
 class RedOpType(enum.IntEnum, metaclass=_OfNumbers):
@@ -101,6 +107,9 @@ class RedOpType(enum.IntEnum, metaclass=_OfNumbers):
 
     def __str__(self) -> str:
         return f"RedOpType.{self.name}"
+
+    def __getstate__(self) -> int:
+        return self.value
 
     def __call__(self, factor: Any) -> ReduceOp:
         """``ReduceOp.PREMUL_SUM(2.0)``: the operation with its factor."""
@@ -186,6 +195,19 @@ class ReduceOp(metaclass=_ReduceOpMeta):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self._op, self._factor)
+
+    def __getstate__(self) -> tuple[Any, Any]:
+        return self._op, self._factor
+
+    def __setstate__(self, state: tuple[Any, Any]) -> None:
+        op, self._factor = state
+        self._op = _RedOpType(int(op))
+
+    def __copy__(self) -> ReduceOp:
+        return ReduceOp(self._op, factor=self._factor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReduceOp:
+        return ReduceOp(self._op, factor=copy.deepcopy(self._factor, memo))
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self.op.name}" + (f"(factor={self._factor!r})" if self._factor is not None else "")

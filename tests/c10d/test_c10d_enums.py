@@ -109,3 +109,26 @@ def test_one_level_for_both():
     assert ours.get_debug_level() is ours.DebugLevel.INFO
     ours.set_debug_level(theirs.DebugLevel.OFF)
     assert ours.get_debug_level() is ours.DebugLevel.OFF
+
+
+SMALL = """
+R.SUM.__getstate__() | R(R.MAX).__getstate__() | m._make_nccl_premul_sum(2.0).__getstate__()
+R(R.SUM).__setstate__((4, None)) | R(R.MAX).__copy__().op | R(R.MAX).__deepcopy__({}).op
+copy.copy(m._make_nccl_premul_sum(2.0)).__getstate__()
+copy.deepcopy(m._make_nccl_premul_sum(torch.ones(1))).__getstate__()
+pickle.loads(pickle.dumps(R(R.MAX))).op | isinstance(R.SUM, R) | isinstance(R(R.SUM), R)
+isinstance(3, R) | m._make_nccl_premul_sum(torch.empty(0)) | m.OpType(1.0) | m.OpType(-1) | m.OpType(1) | m.OpType('a')
+m.OpType(True) | m.OpType(None) | m.OpType(10**30) | m.OpType([1]) | m.DebugLevel(1.0) | m.WorkResult(0.0)
+isinstance(R.SUM, R.RedOpType)
+"""
+
+
+@pytest.mark.parametrize("expression", [item.strip() for item in SMALL.replace("\n", "|").split("|") if item.strip()])
+def test_small_things(expression: str):
+    same(expression)
+
+
+@pytest.mark.parametrize("call", ["('a')", "(None, [])", "(onlyActive='x')"])
+@pytest.mark.parametrize("name", ["_dump_fr_trace", "_dump_fr_trace_json"])
+def test_flags_of_dumps(name: str, call: str):
+    same(f"m.{name}{call}")

@@ -64,6 +64,10 @@ class OpType(Numbered):
     ALLGATHER_INTO_TENSOR_COALESCED = 20
     UNKNOWN = 100
 
+    @classmethod
+    def _is_unsigned_byte(cls) -> bool:
+        return True
+
 
 class BackendType(Numbered):
     """Kinds of backends; ``ProcessGroup.BackendType``. This one also equals its number."""

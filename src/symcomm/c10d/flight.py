@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from symcomm.c10d.options import flag
 from symcomm.memory.arena import current_arena, has_arena
 from symcomm.observe.recorder.dump import this_rank, write_for_torch
 from symcomm.observe.recorder.torch_format import as_json, as_pickle
@@ -17,8 +20,14 @@ def _dump_fr_trace(
 
     PyTorch has a recorder for each ``backend``; there is one here, whichever engine ran the operation.
 
-    Raises: nothing."""
+    Raises: WrongTypeError."""
+    _check_flags(includeCollectives=includeCollectives, includeStackTraces=includeStackTraces, onlyActive=onlyActive)
     return as_pickle(this_rank(includeCollectives, includeStackTraces, onlyActive))
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, given in flags.items():
+        flag(f"_dump_fr_trace.{name}", given)
 
 
 def _dump_fr_trace_file(
@@ -37,7 +46,8 @@ def _dump_fr_trace_file(
 def _dump_fr_trace_json(
     includeCollectives: bool | None = None, onlyActive: bool | None = None, backend: str = "symcomm"
 ) -> bytes:
-    """The same as JSON, without call sites. Raises: nothing."""
+    """The same as JSON, without call sites. Raises: WrongTypeError."""
+    _check_flags(includeCollectives=includeCollectives, onlyActive=onlyActive)
     return as_json(this_rank(includeCollectives, False, onlyActive))
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch._C._distributed_c10d as torch_c10d
 
-from symcomm.errors import wrong_type
+from symcomm.errors import bad_argument, wrong_type
 from symcomm.group.request import to_redop
 from symcomm.store import Store
 from symcomm.torch_backend.reduce_ops import redop_for_torch
@@ -142,9 +142,11 @@ def _store(name: str, value: Any) -> Any:
 def _make_nccl_premul_sum(factor: Any) -> ReduceOp:
     """SUM of the inputs, each multiplied first by ``factor``: a number, or a tensor that broadcasts.
 
-    Raises: WrongTypeError."""
+    Raises: WrongTypeError, BadArgumentError for a tensor without elements."""
     if not (isinstance(factor, (int, float)) or hasattr(factor, "numel")):
         raise wrong_type("_make_nccl_premul_sum", "factor", factor, "a number or a tensor")
+    if hasattr(factor, "numel") and factor.numel() == 0:
+        raise bad_argument("_make_nccl_premul_sum", "factor", factor, "a number or a tensor with at least one element")
     return make_premul_sum(factor)
 
 

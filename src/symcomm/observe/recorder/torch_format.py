@@ -69,15 +69,17 @@ def as_pickle(dump: dict[str, Any]) -> bytes:
 
 
 def as_json(dump: dict[str, Any]) -> bytes:
-    """As torch writes it: no frames, a place for what NCCL says, and 0 for times that are not known."""
+    """As torch writes it: no frames, a place for what NCCL says, 0 for times that are not known, and no list of entries
+    while there are none."""
 
     def plain(entry: dict[str, Any]) -> dict[str, Any]:
         times = {k: v or 0 for k, v in entry.items() if k.startswith("time_discovered")}
         return {k: v for k, v in {**entry, **times}.items() if k != "frames"}
 
-    if "entries" in dump:
-        dump = {**dump, "entries": [plain(entry) for entry in dump["entries"]]}
-    dump = {**dump, "nccl_comm_state": {}}
+    entries = [plain(entry) for entry in dump.get("entries", ())]
+    dump = {key: value for key, value in dump.items() if key != "entries"} | {"nccl_comm_state": {}}
+    if entries:
+        dump["entries"] = entries
     return json.dumps(dump, sort_keys=True, separators=(",", ":")).encode()
 
 
