@@ -407,7 +407,6 @@ BAD = {
         "must be a CPU tensor, got 'a tensor on meta'; it has no values; make one on the CPU",
     ),
     "sparse": (lambda g: g.all_reduce(torch.ones(3).to_sparse()), "must be dense, got 'a torch.sparse_coo tensor'"),
-    "expanded": (lambda g: g.all_reduce(torch.ones(1).expand(4)), "an expanded tensor.*; pass a .clone"),
     "expanded array": (lambda g: g.all_reduce(np.broadcast_to(np.ones(1), 4)), "must be writable"),
     "no tensor": (lambda g: g.all_reduce([1.0, 2.0]), "tensor must be a tensor, a NumPy array .* got 'list'"),
     "strings": (lambda g: g.all_reduce(np.array(["a"])), "dtype"),

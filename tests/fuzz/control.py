@@ -153,6 +153,7 @@ def rank_frame(rng: random.Random) -> tuple[dict[str, Any], bytes]:
         "fault": "gone", "story": "z", "ranks": [1], "origin": 1, "seconds": 1.0, "topic": "t", "item": "x",
         "signature": [0] * 6, "window": 0, "start": rng.choice((0, 4, 8)), "instance": 1, "step": rng.choice(STEPS),
         "proposal": [1, 1], "dead": "AQ==", "value": [[1, 1], "AQ=="], "accepted": None,
+        "told": '[1, "why", "where"]',
     }  # fmt: skip
     kind = rng.choice([*sorted(FIELDS), "window", "window"])
     fields = FIELDS.get(kind, ("window", "start"))

@@ -366,7 +366,7 @@ def _tampered(kind: str) -> Iterator[dict[str, Any]]:
         "call": "x", "site": "y", "awaits": "", "ended": {},
         "fault": "gone", "story": "z", "ranks": [], "origin": 0, "seconds": 1.0,
         "topic": "t", "item": "x", "signature": [0] * 6, "instance": 1, "step": "accept", "proposal": [1, 1],
-        "dead": "AQ==", "value": [[1, 1], "AQ=="],
+        "dead": "AQ==", "value": [[1, 1], "AQ=="], "told": '[1, "why", "where"]',
     }  # fmt: skip
     odd = [None, -1, 1 << 70, "\ud800", [], {"a": []}, [[]], 1.5, True, float("inf"), "x" * 10]
     fields = _fields(kind)
@@ -526,7 +526,7 @@ def test_an_error_of_ours_ends_one_connection_and_not_the_channel(pair: Pair) ->
 
 @pytest.mark.parametrize("what", ["twice", "far ahead", "no signature", "a word for a number"])
 def test_arrivals_that_no_host_sends_end_the_line(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symcomm.hierarchical.group.MOST_ARRIVALS", 20)
+    monkeypatch.setattr("symcomm.hierarchical.leader_links.MOST_ARRIVALS", 20)
     good = {"seq": 7, "signature": [0] * 6}
     sent = {
         "twice": [good, good], "far ahead": [{**good, "seq": 100 + k} for k in range(21)],
