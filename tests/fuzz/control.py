@@ -26,6 +26,7 @@ from symcomm.hierarchical.frames import AGREEMENT_STEPS, FIELDS
 from symcomm.hierarchical.group import HierarchicalGroup
 from symcomm.hierarchical.matcher import MessageMatcher
 from symcomm.hierarchical.message_works import RemoteWork
+from symcomm.hierarchical.refusal import RefusalsAcrossHosts
 from symcomm.hierarchical.rounds import Rounds
 from symcomm.hierarchical.session import Caller
 from symcomm.store.address import LOOPBACK
@@ -55,6 +56,7 @@ class Victim:
 
     size, rank, name, timeout, _key = 2, 0, "victim", 10.0, "g"
     verdict = None  # of its failures
+    doing = (0, "", "")
 
     def __init__(self) -> None:
         self.cond, self.left, self.engine = threading.Condition(), set(), Nobody()
@@ -66,6 +68,7 @@ class Victim:
     def fresh(self) -> None:
         """Everything of a group anew."""
         self.matcher, self.rounds, self.agreements = MessageMatcher(self), Rounds(self), Agreements(self)
+        self.refusals = RefusalsAcrossHosts(self)
         self.windows = Arrivals(torch.frombuffer(self.memory, dtype=torch.uint8)[GUARD : GUARD + ROOM], self.cond)
         inbox = Inbox()
         inbox.open(0, self.windows)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from symcomm._core import native
 from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.types import DType
 
@@ -81,11 +82,13 @@ def _is_signature(value: Any) -> bool:
 
 def _is_told(value: Any) -> bool:
     """Why a rank refused a call, as group/refusal.py packs it."""
-    try:
-        rank, sentence, site = json.loads(value)
-    except ValueError:
+    if not isinstance(value, str) or not value.isascii() or len(value) > native.REFUSAL_BYTES:
         return False
-    return is_number(rank) and _is_text(sentence) and _is_text(site)
+    try:
+        told = json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(told, list) and len(told) == 3 and is_number(told[0]) and all(map(_is_text, told[1:]))
 
 
 FIELDS: Mapping[str, Mapping[str, Check]] = {
