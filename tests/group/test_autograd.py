@@ -168,9 +168,10 @@ def _kept(g: ProcessGroup) -> None:
     must_be_noticed(results, "after that")
 
 
-def test_a_thread_may_keep_versions_while_it_calls():
+@pytest.mark.parametrize("hosts", [None, [1, 1]], ids=["one host", "two hosts"])
+def test_a_thread_may_keep_versions_while_it_calls(hosts: list[int] | None):
     """As DistributedDataParallel's buffer hooks do: see torch_patches/buffer_hook.py."""
-    symcomm.spawn(_kept, WORLD, mode="threads", timeout=20, deadline=60)
+    symcomm.spawn(_kept, WORLD, mode="threads", hosts=hosts, timeout=20, deadline=60)
 
 
 def _views(g: ProcessGroup) -> None:

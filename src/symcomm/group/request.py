@@ -77,7 +77,8 @@ class Request:
     @property
     def written(self) -> tuple[Any, ...]:
         """The caller's tensors that the call writes, and that autograd has to know of."""
-        return tuple([view.written for view in self.outputs]) if self.writes else ()
+        is_told = self.writes and not native.keeps_versions()
+        return tuple([view.written for view in self.outputs]) if is_told else ()
 
     @property
     def effects(self) -> int:

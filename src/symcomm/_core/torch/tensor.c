@@ -275,6 +275,10 @@ static PyObject *keep_versions(PyObject *Py_UNUSED(self), PyObject *wanted) {
     return PyBool_FromLong(before);
 }
 
+static PyObject *py_keeps_versions(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)) {
+    return PyBool_FromLong(keeps_versions);
+}
+
 static PyObject *change_tensors(PyObject *Py_UNUSED(self), PyObject *tensors) {
     tensors_change(tensors);
     Py_RETURN_NONE;
@@ -342,6 +346,7 @@ static PyMethodDef methods[] = {
            "(tensor, device) -> (address, count, dtype), or None when Python must look"),
     METHOD(use_autograd, METH_FASTCALL, "(increment_version, is_grad_enabled, asks_requires_grad): torch's"),
     METHOD(keep_versions, METH_O, "(bool) -> what it was: autograd does not notice what this thread's calls write"),
+    METHOD_AS(keeps_versions, py_keeps_versions, METH_NOARGS, "() -> whether it does"),
     METHOD(change_tensors, METH_O, "(tensor or tuple of any objects): tell autograd that they change now"),
     METHOD(use_gpu_keys, METH_O, "(keys): of tensors on a GPU that are what their memory holds"),
     {NULL, NULL, 0, NULL},
