@@ -19,13 +19,15 @@ WHEELS_ENV    := $(abspath $(TORCH_ENVS))/wheels
 BUILD_PYTHON  ?= python3.11
 PIP           := -m pip install -q --disable-pip-version-check
 TESTERS       ?= 3
+SEED          ?= 0
+GRAPHS        ?= 500
 EXTRAS        := dev,torch,plot,notebook,examples,docs
 # pip warns at length of what harms nobody: only a failure shows what it said.
 SETUP_LOG     := build/setup.log
 quietly        = $(1) >$(SETUP_LOG) 2>&1 || { cat $(SETUP_LOG); exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo browser docs test check test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize analyze clean
+.PHONY: help setup demo browser docs test check test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak graphs prove sanitize analyze clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -136,6 +138,9 @@ soak: $(BUILT) ## hours of random faults: on one host, between hosts, of ranks t
 	SYMCOMM_LIVES=100 $(BIN)/python -m pytest -q tests/group/test_group_life.py -k again_and_again
 	SYMCOMM_EVERY_STEP=1 $(BIN)/python -m pytest -q tests/hierarchical/test_agreement_hosts.py tests/group/test_stops.py
 	for what in arena control http store; do $(BIN)/python -m tests.fuzz.$$what --inputs 1000000 || exit 1; done
+
+graphs: $(BUILT) ## 500 random graphs of collectives, compiled and not, beside Gloo (an hour); SEED=17 GRAPHS=1 for one
+	TORCHINDUCTOR_CACHE_DIR=build/inductor/graphs OMP_NUM_THREADS=1 $(BIN)/python -m tests.compile.random_graphs --seed $(SEED) --graphs $(GRAPHS)
 
 prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (two minutes)
 	$(BIN)/python -m tests.model

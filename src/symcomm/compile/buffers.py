@@ -90,14 +90,19 @@ def _why_kept(source: Any) -> str:
 
 
 def leaves_graph(node: Any) -> bool:
-    return any(user.op == "output" for user in node.users)
+    """Whether the graph returns it, or one of its several results, as it is."""
+    return any(
+        user.op == "output" or (getattr(user.target, "__name__", "") == "getitem" and leaves_graph(user))
+        for user in node.users
+    )
 
 
 def whole_view(box: Any) -> Any:
     """The same tensor as a view of its buffer, if that is a comm buffer.
 
     torch copies comm buffers that leave a graph, since theirs must not be seen outside; ours may (runtime.comm_buffer
-    gives memory out again only when nobody has it any more), and views are let through.
+    gives memory out again only when nobody has it any more), and views are let through. What leaves before it was
+    awaited has to: a copy would be made of what is not there yet.
     """
     if not isinstance(box.data, ir.StorageBox) or not isinstance(box.data.data.get_output_spec(), ir.CommBufferLayout):
         return box

@@ -92,7 +92,7 @@ def _if_ours(entry: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor.virtualized import V
 
     from symcomm.compile import one_shot
-    from symcomm.compile.lowering import group_of
+    from symcomm.compile.lowering import group_of, kept_until_awaited
 
     def lower(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         first = inputs[0] if isinstance(inputs, (list, tuple)) and inputs else inputs
@@ -102,7 +102,8 @@ def _if_ours(entry: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
             return theirs(inputs, *args, **kwargs)
         if entry.one_shot and one_shot.is_selected(inputs, *args):
             return one_shot.lower(entry, theirs, inputs, *args)
-        return entry.lowering(entry, theirs, inputs, *args, **kwargs)
+        with kept_until_awaited(node):
+            return entry.lowering(entry, theirs, inputs, *args, **kwargs)
 
     return lower
 

@@ -7,7 +7,8 @@ own lowering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
-from symcomm.compile import buffers, options, overlap, report
+from symcomm.compile import buffers, options, overlap, reinplaced, report
 from symcomm.compile.codegen import IMPORT, RUNTIME
 from symcomm.torch_backend.torch_patches.functional_collectives import our_group_of
 
@@ -63,12 +64,27 @@ class BlockingKernel(ir._CollectiveKernel):
         wrapper.generate_extern_kernel_alloc(self)
 
 
+@contextlib.contextmanager
+def kept_until_awaited(node: Any) -> Iterator[None]:
+    """While a collective is lowered. Inductor gives memory to other values after its last use, and a wait is a use.
+    What the graph does not wait for, its caller may: until then peers read and write these tensors."""
+    before = len(V.graph.operations)
+    yield
+    if overlap.is_awaited(node) or overlap.blocks(node, group_of):
+        return
+    for made in V.graph.operations[before:]:
+        if isinstance(made, (ir._CollectiveKernel, ir.MultiOutput)):
+            V.graph.never_reuse_buffers.update([made.get_name(), *(given.get_name() for given in made.inputs)])
+
+
 # --- lowerings --------------------------------------------------------------------------------------------------------
 
 
 def in_place(entry: Any, theirs: Lowering, inputs: Any, *args: Any) -> Any:
     """all_reduce_, broadcast_ and the coalesced one: the result lies where the input was."""
     node = V.graph.current_node
+    if reinplaced.is_wrong(node):
+        return then_in_place(entry, theirs, inputs, *args)
     boxes = [ir.ExternKernel.require_contiguous(box) for box in _listed(inputs)]
     return _run_in_place(entry, theirs, node, node.target, boxes, _sources(node), _like(inputs, boxes), args)
 
@@ -82,7 +98,7 @@ def then_in_place(entry: Any, theirs: Lowering, inputs: Any, *args: Any) -> Any:
             box.realize()
             V.graph.no_fuse_buffer_names.add(box.get_name())
         boxes.append(ir.ExternKernel.require_contiguous(box))
-    operator = getattr(torch.ops._c10d_functional, node.target._opname + "_").default
+    operator = getattr(torch.ops._c10d_functional, node.target._opname.rstrip("_") + "_").default
     sources = [None] * len(boxes)  # the copies are nobody else's
     return _run_in_place(entry, _launch_in_place, node, operator, boxes, sources, _like(inputs, boxes), args)
 
@@ -113,7 +129,7 @@ def _run_in_place(
     else:
         result = launch(result, *args)
     note(entry, node, group, boxes, reasons, blocking, boxes[0].get_name())
-    return result
+    return pytree.tree_map(buffers.whole_view, result) if buffers.leaves_graph(node) else result
 
 
 def out_of_place(entry: Any, theirs: Lowering, inputs: Any, *args: Any) -> Any:

@@ -48,6 +48,38 @@ def waits_of(node: Any) -> list[Any]:
     return found
 
 
+def is_awaited(node: Any) -> bool:
+    """Whether the graph waits for every result of a collective."""
+    value = node.meta.get("val")
+    if not isinstance(value, (list, tuple)):
+        return _has_wait(node)
+    taken = {user.args[1]: user for user in node.users if getattr(user.target, "__name__", "") == "getitem"}
+    return all(place in taken and _has_wait(taken[place]) for place in range(len(value)))
+
+
+def _has_wait(node: Any) -> bool:
+    return any(is_wait(user) or "wait_tensors" in str(user.target) for user in node.users)
+
+
+def await_once(graph: Any, ours: Callable[[Any], Any]) -> None:
+    """One wait for each result of a collective of ours; the values of a graph do not change, so others are the same.
+
+    ::
+
+        before   t = all_reduce(a); u = wait(t); f(u); v = wait(t); g(v)      after   t = all_reduce(a); u = wait(t)
+                                                                                      f(u); g(u)
+
+    torch's passes take it for granted that there is one: bucketing raises where there are two.
+    """
+    for node in collectives_of(graph, ours):
+        first: dict[Any, Any] = {}  # result -> its wait
+        for wait in sorted(waits_of(node)):
+            kept = first.setdefault(wait.args[0], wait)
+            if kept is not wait:
+                wait.replace_all_uses_with(kept)
+                graph.erase_node(wait)
+
+
 def collectives_of(graph: Any, ours: Callable[[Any], Any]) -> dict[Any, Any]:
     """The collectives on groups of ours: node -> group."""
     return {node: group for node in graph.nodes if (group := ours(node)) is not None}

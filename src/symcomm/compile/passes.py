@@ -29,12 +29,16 @@ import torch.distributed as dist
 from torch._inductor import config
 
 from symcomm import symm_mem
-from symcomm.compile import cost, options, overlap, report
+from symcomm.compile import cost, options, overlap, reinplaced, report
 from symcomm.compile.lowering import group_of, name_groups
-from symcomm.torch_backend import versions
 from symcomm.torch_backend.symm_reduce import PIECES_FROM
 
-_BUCKETING = ("all_reduces", "all_gathers", "reduce_scatters")
+# What torch calls the setting -> the operator that it joins.
+_BUCKETING = {
+    "all_reduces": "all_reduce",
+    "all_gathers": "all_gather_into_tensor",
+    "reduce_scatters": "reduce_scatter_tensor",
+}
 
 
 def settings_for(graph: Any) -> dict[str, Any]:
@@ -44,9 +48,9 @@ def settings_for(graph: Any) -> dict[str, Any]:
         return {}
     chosen = options.current()
     wanted: dict[str, Any] = {}
-    if chosen.bucket and _sizes_are_known(found) and _may_be_joined(found):
-        for kind in _BUCKETING:
-            if getattr(config, f"bucket_{kind}_fx") == "none":
+    if chosen.bucket and _sizes_are_known(found):
+        for kind, operator in _BUCKETING.items():
+            if getattr(config, f"bucket_{kind}_fx") == "none" and _may_be_joined(found, operator):
                 wanted[f"bucket_{kind}_fx"] = "all"
                 wanted[f"bucket_{kind}_fx_bucket_size_determinator"] = _bucket_mb
     if _wants_overlap(found) and not config.reorder_for_compute_comm_overlap:
@@ -63,8 +67,11 @@ def _sizes_are_known(found: dict[Any, Any]) -> bool:
     return not any(isinstance(size, torch.SymInt) for v in values for size in getattr(v, "shape", ()))
 
 
-def _may_be_joined(found: dict[Any, Any]) -> bool:
-    return versions.joins_what_is_awaited_twice() or all(len(node.users) <= 1 for node in found)
+def _may_be_joined(found: dict[Any, Any], operator: str) -> bool:
+    """torch joins whatever is awaited, and fails where something else than one wait has the result as well: a graph
+    may hand it out before it is awaited."""
+    awaited = [node for node in found if node.target._opname == operator and overlap.waits_of(node)]
+    return all(len(node.users) == 1 for node in awaited)
 
 
 def _bucket_mb(_: int) -> float:
@@ -93,6 +100,8 @@ def _wants_fusing(found: dict[Any, Any]) -> bool:
 def applied(graph: Any) -> Iterator[None]:
     """The settings for one graph, while it is compiled."""
     name_groups(graph)
+    overlap.await_once(graph, group_of)
+    reinplaced.note_functional(graph, group_of)
     wanted = settings_for(graph)
     before = len(overlap.collectives_of(graph, group_of))
     with contextlib.ExitStack() as stack:

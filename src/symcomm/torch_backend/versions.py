@@ -72,11 +72,6 @@ def allocates_comm_buffers() -> bool:
     return hasattr(AllocateLine, "_codegen_comm_buffer")
 
 
-def joins_what_is_awaited_twice() -> bool:
-    """Whether Inductor's bucketing supports several waits for one collective; in 2.14 it raises."""
-    return release(torch.__version__) != (2, 14)
-
-
 def dist2_factories() -> dict[str, Callable[..., Any]]:
     """How torch.distributed._dist2 makes groups, by backend; empty where it is gone (since 2.14)."""
     try:

@@ -1,0 +1,86 @@
+"""Collectives that torch's pass lets write their input (fx_passes/reinplace.py), and where that is wrong.
+
+::
+
+    before   z = all_reduce(x); u = wait(z); f(u)      after   z = all_reduce_(x); u = wait(z); f(u)
+
+The pass asks whether anybody reads the input afterwards. It does not ask two things, on any backend:
+
+* An input of the graph that is overwritten at the end: is the result, which now lies there, needed after that? ::
+
+    z = all_reduce(x); ...; copy_(x, y); return z
+
+  (and if it is the result that is written there, and returned as well: that would be one tensor instead of two)
+
+* What a wait gave is the collective's result: has anybody else that? ::
+
+    z = all_reduce(x); u = wait(z); v = all_reduce(u); return z, wait(v)
+
+There the operator is lowered as what it was, on a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from symcomm.compile.overlap import collectives_of, is_wait
+
+_WAS_FUNCTIONAL = "symcomm_functional"
+
+
+def note_functional(graph: Any, ours: Callable[[Any], Any]) -> None:
+    """Before torch's passes: the collectives that write nothing."""
+    for node in collectives_of(graph, ours):
+        node.meta[_WAS_FUNCTIONAL] = not node.target._schema.is_mutable
+
+
+def is_wrong(node: Any) -> bool:
+    """Whether a collective that writes its inputs wrote nothing before the passes, and had better go on so."""
+    if not node.meta.get(_WAS_FUNCTIONAL):
+        return False
+    given = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    return any(_is_needed_elsewhere(node, source) for source in given)
+
+
+def _is_needed_elsewhere(node: Any, source: Any) -> bool:
+    for shown in _shown_by(source):
+        if is_wait(shown) and len(shown.args[0].users) > 1:
+            return True
+        if shown.op in ("placeholder", "get_attr"):
+            copies = [user for user in shown.users if user.target is torch.ops.aten.copy_.default]
+            written = all(_is_result_of(node, copy.args[1]) for copy in copies if copy.args[0] is shown)
+            return not written or _leaves_graph(node)
+    return False
+
+
+def _shown_by(node: Any) -> Iterator[Any]:
+    """The node, what it is a view of, and so on."""
+    while isinstance(node, torch.fx.Node):
+        yield node
+        node = node.args[0] if is_wait(node) or _is_getitem(node) or _is_view(node) else None
+
+
+def _is_result_of(node: Any, value: Any) -> bool:
+    return any(shown is node for shown in _shown_by(value))
+
+
+def _leaves_graph(node: Any) -> bool:
+    """Whether the graph returns the result, or a view of it."""
+    return any(
+        user.op == "output" or ((is_wait(user) or _is_getitem(user) or _is_view(user)) and _leaves_graph(user))
+        for user in node.users
+    )
+
+
+def _is_getitem(node: Any) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _is_view(node: Any) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    first = node.target._schema.arguments[:1]
+    return bool(first and first[0].alias_info is not None and not first[0].alias_info.is_write)
