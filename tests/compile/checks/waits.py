@@ -72,20 +72,6 @@ def awaited_here_and_elsewhere(rank: int) -> None:
 
 
 @check
-def memory_of_what_is_not_awaited(rank: int) -> None:
-    """It is nobody else's: half of this call is used by nobody, and yet written."""
-
-    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        _, least = c.all_reduce_coalesced([a, b], "min", "0")
-        total = c.all_reduce(b, "sum", "0")
-        gathered = c.all_gather_into_tensor(a + b, WORLD, "0")
-        return least, total, (a - b) * 2, gathered
-
-    compiled = _as_eager(function, torch.randn(64, 64), torch.randn(64, 64), block=False)
-    assert "# reuse" not in compiled.code, compiled.code
-
-
-@check
 def results_are_not_written_over(rank: int) -> None:
     """torch lets a collective write its input where nobody reads that afterwards; but somebody reads the result."""
 
