@@ -25,6 +25,7 @@ Where things are (imports point down only)::
     store/          key-value stores and rendezvous
     _core/          C: reductions, the plan executor, waits, mailboxes, the store's server
     errors.py       every exception, and the words of every error
+    undo.py         the one way to change torch, and to change it back
     types.py        dtypes and reduce operations
 
 Names below are loaded on first use, so that ``import symcomm`` stays instant and never imports torch.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import symcomm
+from symcomm.undo import Switch, all_of, replace, replace_item
 from tests.support.programs import environment
 
 pytest.importorskip("torch")
@@ -106,3 +112,58 @@ def test_torch_is_as_it_was_after_its_patches_are_undone():
     assert after == [] and applied == []
     assert any("c10d::allreduce_" in key for key in inside), "or the comparison says nothing"
     assert set(silent) <= VERSIONS, "others change every torch"
+
+
+@pytest.mark.parametrize("name", ["symcomm.symm_mem.install", "symcomm.compile.install"])
+def test_who_changes_torch_says_what_why_for_which_versions_and_how_to_undo_it(name):
+    words = importlib.import_module(name).__doc__
+    assert all(f"{word}: " in words for word in ("What", "Why", "Versions", "Undo"))
+
+
+def test_nothing_is_mocked_in_production():
+    for path in Path(symcomm.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "unittest" for name in names), path
+
+
+def test_undoing_restores_what_was_there_and_keeps_what_others_have_set_since():
+    class Base:
+        inherited = 1
+
+    class Owner(Base):
+        own = 2
+
+    table = {"key": 3}
+    undo = all_of(replace(Owner, "inherited", -1), replace(Owner, "own", -2), replace_item(table, "key", -3))
+    assert (Owner.inherited, Owner.own, table) == (-1, -2, {"key": -3}) and Base.inherited == 1
+    undo()
+    assert (Owner.inherited, Owner.own, table) == (1, 2, {"key": 3}) and "inherited" not in vars(Owner)
+
+    owner = SimpleNamespace(name=1)
+    first, second = replace(owner, "name", 2), replace_item(table, "key", -3)
+    owner.name = table["key"] = 4
+    first(), second()
+    assert owner.name == table["key"] == 4
+
+
+def test_a_switch_changes_once_for_all_of_its_holders():
+    owner, made = SimpleNamespace(name=1), []
+
+    def change():
+        made.append(1)
+        if len(made) == 1:
+            raise RuntimeError("not yet")
+        return replace(owner, "name", 2)
+
+    switch = Switch(change)
+    with pytest.raises(RuntimeError, match="not yet"):
+        switch.on()
+    assert not switch and owner.name == 1
+    switch.on("a"), switch.on("b"), switch.on("a")
+    assert switch and owner.name == 2 and len(made) == 2
+    switch.off("a")
+    assert switch and owner.name == 2
+    switch.off("b"), switch.off("b")
+    assert not switch and owner.name == 1

@@ -8,11 +8,14 @@ torch's own line names a CUDA device; ours is for the CPU, and reads the same, s
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+from symcomm.undo import Switch, Undo, all_of, replace
 
 RUNTIME = "symcomm_runtime"
 IMPORT = f"import symcomm.compile.runtime as {RUNTIME}"
@@ -21,30 +24,27 @@ _BIND = f"empty_strided_p2p = {RUNTIME}.comm_buffer"  # in the place of torch's;
 # Generated code is cached on disk and may meet code that another process generated, so numbers begin anywhere.
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "little") << 14)
 
-
 _bound: weakref.WeakSet[Any] = weakref.WeakSet()  # writers of modules that have the name
-_holders: dict[str, Callable[..., None]] = {}  # who needs the line -> torch's function, before the first of them
 
 
-def write_for_cpu(holder: str) -> None:
-    """Inductor writes the line for CPU tensors, until every holder has released it. Two need it: our lowerings, and
-    torch's own lowerings of ``torch.ops.symm_mem`` while these operators take CPU tensors."""
+def _change_writer() -> Undo:
     from torch._inductor.codegen.wrapper import AllocateLine
 
     from symcomm.torch_backend import versions
 
-    if versions.allocates_comm_buffers() and holder not in _holders:
-        theirs = next(iter(_holders.values()), AllocateLine._codegen_comm_buffer)
-        _holders[holder] = theirs
-        AllocateLine._codegen_comm_buffer = _allocate_by(theirs)
+    if not versions.allocates_comm_buffers():
+        return all_of()
+    return replace(AllocateLine, "_codegen_comm_buffer", _allocate_by(AllocateLine._codegen_comm_buffer))
 
 
-def release(holder: str) -> None:
-    from torch._inductor.codegen.wrapper import AllocateLine
+_writer = Switch(_change_writer)
 
-    theirs = _holders.pop(holder, None)
-    if theirs is not None and not _holders:
-        AllocateLine._codegen_comm_buffer = theirs
+
+def write_for_cpu(holder: str) -> Undo:
+    """Inductor writes the line for CPU tensors, until every holder has undone this. Two need it: our lowerings, and
+    torch's own lowerings of ``torch.ops.symm_mem`` while these operators take CPU tensors."""
+    _writer.on(holder)
+    return functools.partial(_writer.off, holder)
 
 
 def _allocate_by(theirs: Callable[..., None]) -> Callable[..., None]:

@@ -1,8 +1,10 @@
-"""Telling Inductor.
-
-Five places of Inductor are changed: the lowerings of the table's operators, the line that allocates a comm buffer, the
-function that compiles one graph (for the passes' settings), the key of its cache and the loading of its code. Each asks
-whether a group is ours, and otherwise does what it did before.
+"""What: Inductor compiles collectives of our groups our way. Five places of it are changed: the lowerings of the
+table's operators, the line that allocates a comm buffer (codegen.py), the function that compiles one graph (for the
+passes' settings), the key of its cache and the loading of its code. Each asks whether a group is ours, and otherwise
+does what it did before.
+Why: torch's own lowerings copy into a buffer of their own, launch and wait.
+Versions: all.
+Undo: ``uninstall()``; what is compiled already stays as it is.
 """
 
 from __future__ import annotations
@@ -10,82 +12,66 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
-_lock = threading.Lock()
-_undo: list[Callable[[], None]] = []
+from symcomm.undo import Switch, Undo, all_of, replace, replace_item
 
 
 def is_installed() -> bool:
     """Whether Inductor compiles collectives of our groups our way.
 
     Raises: nothing."""
-    return bool(_undo)
+    return bool(_installed)
 
 
 def install() -> None:
     """Compile collectives of our groups our way. Harmless when called twice; loads Inductor.
 
     Raises: nothing."""
-    importlib.import_module("torch._inductor.compile_fx")  # before the lock: who waits for it to load calls us too
-    with _lock:
-        if not _undo:
-            _install()
+    # Before the switch takes its lock: threads that wait for this import install us as well, once it is over.
+    importlib.import_module("torch._inductor.compile_fx")
+    _installed.on()
 
 
 def uninstall() -> None:
     """Undo install(). What is compiled already stays as it is.
 
     Raises: nothing."""
-    with _lock:
-        while _undo:
-            _undo.pop()()
+    _installed.off()
 
 
-def _install() -> None:
+def _change_inductor() -> Undo:
     from torch._inductor import codecache, compile_fx, output_code
 
     from symcomm.compile import codegen
 
-    _lowerings()
-    codegen.write_for_cpu("lowerings")
-    _undo.append(lambda: codegen.release("lowerings"))
-    _replace(compile_fx, "fx_codegen_and_compile", _with_settings(compile_fx.fx_codegen_and_compile))
-    kept = output_code.CompiledFxGraph
-    _replace(kept, "post_compile", _with_operators(kept.post_compile))
-    details = codecache.FxGraphHashDetails
-    _replace(details, "__init__", _with_our_key(details.__init__))
+    graph, details = output_code.CompiledFxGraph, codecache.FxGraphHashDetails
+    return all_of(
+        *_lowerings(),
+        codegen.write_for_cpu("lowerings"),
+        replace(compile_fx, "fx_codegen_and_compile", _with_settings(compile_fx.fx_codegen_and_compile)),
+        replace(graph, "post_compile", _with_operators(graph.post_compile)),
+        replace(details, "__init__", _with_our_key(details.__init__)),
+    )
 
 
-def _replace(owner: Any, name: str, new: Any) -> None:
-    known = vars(owner)[name]
-    setattr(owner, name, new)
-    _undo.append(lambda: setattr(owner, name, known))
+_installed = Switch(_change_inductor)
 
 
-def _lowerings() -> None:
+def _lowerings() -> list[Undo]:
     import torch
     from torch._inductor.lowering import lowerings
 
     from symcomm.compile import lowering
     from symcomm.compile.table import TABLE, WAIT
 
-    def put(key: Any, new: Any) -> None:
-        known = lowerings[key]
-        lowerings[key] = new
-        _undo.append(lambda: lowerings.__setitem__(key, known))
-
-    for entry in TABLE.values():
-        if entry.packet is None:
-            continue
-        for key in (entry.packet, *(getattr(entry.packet, name) for name in entry.packet.overloads())):
-            if key in lowerings:
-                put(key, _if_ours(entry, lowerings[key]))
+    packets = [entry for entry in TABLE.values() if entry.packet is not None]
+    keys = [(e, key) for e in packets for key in (e.packet, *(getattr(e.packet, n) for n in e.packet.overloads()))]
+    undos = [replace_item(lowerings, key, _if_ours(e, lowerings[key])) for e, key in keys if key in lowerings]
     namespace, name = WAIT.split("::")
-    key = getattr(getattr(torch.ops, namespace), name).default
-    put(key, functools.partial(lowering.wait, lowerings[key]))
+    wait = getattr(getattr(torch.ops, namespace), name).default
+    return [*undos, replace_item(lowerings, wait, functools.partial(lowering.wait, lowerings[wait]))]
 
 
 def _if_ours(entry: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:

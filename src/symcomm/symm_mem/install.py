@@ -1,15 +1,15 @@
-"""After install(), torch's own entrances to symmetric memory work on CPU tensors.
-
-Three doors lead to it in torch: the static functions of ``_SymmetricMemory``, the Python functions of
-``torch.distributed._symmetric_memory``, and the operators ``torch.ops.symm_mem.*``. Behind each, CPU tensors go to ours
-and everything else where it went before.
+"""What: torch's own entrances to symmetric memory take CPU tensors. There are three: the static functions of
+``_SymmetricMemory``, the Python functions of ``torch.distributed._symmetric_memory``, and the operators
+``torch.ops.symm_mem.*``. At each, CPU tensors go to ours and everything else where it went before.
+Why: torch has symmetric memory on GPUs only.
+Versions: all; older ones lack some of the names.
+Undo: ``uninstall()``.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +19,8 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem import allocate, settings, words
 from symcomm.symm_mem.groups import find_group, is_known
 from symcomm.symm_mem.handle import SymmetricMemory, rendezvous
+from symcomm.undo import Switch, Undo, all_of, replace
 
-_lock = threading.Lock()
-_replaced: list[tuple[Any, str, Any]] = []  # owner, name, what was there before
 _operators = "symcomm.torch_backend.symm_ops"  # above this layer, so it is loaded by name
 
 
@@ -29,36 +28,31 @@ def install() -> None:
     """Lead CPU tensors from torch's symmetric-memory functions and operators to ours. Harmless when called twice.
 
     Raises: ModuleNotFoundError without torch."""
-    import torch.distributed._symmetric_memory as functions
-    from torch._C._distributed_c10d import _SymmetricMemory as statics
-
-    with _lock:
-        if _replaced:
-            return
-        for name, make in _STATICS.items():
-            _replace(statics, name, make, staticmethod)
-        for name, make in _FUNCTIONS.items():
-            _replace(functions, name, make)
-        importlib.import_module(_operators).register()
+    _installed.on()
 
 
 def uninstall() -> None:
     """Undo install().
 
     Raises: nothing."""
-    with _lock:
-        for owner, name, before in _replaced:
-            setattr(owner, name, before)
-        if _replaced:
-            importlib.import_module(_operators).unregister()
-        _replaced.clear()
+    _installed.off()
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Any], kind: Any = lambda function: function) -> None:
-    """Older versions of torch lack some of the names; there is nothing to replace then."""
-    if name in vars(owner):
-        _replaced.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, kind(make(getattr(owner, name))))
+def _change_torch() -> Undo:
+    import torch.distributed._symmetric_memory as functions
+    from torch._C._distributed_c10d import _SymmetricMemory as statics
+
+    made = [(statics, name, staticmethod(make(getattr(statics, name)))) for name, make in _there(statics, _STATICS)]
+    made += [(functions, name, make(getattr(functions, name))) for name, make in _there(functions, _FUNCTIONS)]
+    undos = [replace(owner, name, new) for owner, name, new in made]
+    return all_of(*undos, importlib.import_module(_operators).register())
+
+
+_installed = Switch(_change_torch)
+
+
+def _there(owner: Any, table: dict[str, Callable[[Any], Any]]) -> list[tuple[str, Callable[[Any], Any]]]:
+    return [(name, make) for name, make in table.items() if name in vars(owner)]
 
 
 def _by(is_cpu: Callable[..., bool], ours: Callable[..., Any]) -> Callable[[Any], Any]:

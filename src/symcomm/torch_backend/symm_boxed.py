@@ -14,6 +14,7 @@ import torch
 
 from symcomm.symm_mem.handle import SymmetricMemory
 from symcomm.symm_mem.install import get_elements, meet, put_and_signal
+from symcomm.undo import Undo, all_of, replace
 
 
 def _get_out(dst: Any, hdl: SymmetricMemory, offset: int, size: int, peer: int) -> None:
@@ -52,15 +53,9 @@ def _is_on_cpu(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cpu
 
 
-def replace(known: set[str]) -> Callable[[], None]:
-    """Put ours before torch's; what is returned undoes it."""
+def put_first(known: set[str]) -> Undo:
+    """Put ours before those of torch's operators that this version has."""
     namespace: Any = torch.ops.symm_mem
-    before = {name: getattr(namespace, name) for name in BOXED.keys() & known}
-    for name, theirs in before.items():
-        setattr(namespace, name, _Either(theirs, BOXED[name]))
-
-    def undo() -> None:
-        for name, theirs in before.items():
-            setattr(namespace, name, theirs)
-
-    return undo
+    return all_of(
+        *(replace(namespace, name, _Either(getattr(namespace, name), BOXED[name])) for name in BOXED.keys() & known)
+    )

@@ -17,6 +17,7 @@ from symcomm import errors
 from symcomm.symm_mem import words
 from symcomm.torch_backend import symm_boxed, symm_functional, symm_one_sided, symm_reduce, symm_shuffle
 from symcomm.torch_backend.torch_patches.when_imported import close_comm_buffers, open_comm_buffers
+from symcomm.undo import Undo, all_of
 
 IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "_async_input_mm": symm_one_sided.async_input_mm,
@@ -65,9 +66,6 @@ NEEDS_MULTICAST = {  # and what does the same without
     "multimem_one_shot_reduce_out": "tile_reduce",
 }
 
-_libraries: list[Any] = []
-_undo: list[Callable[[], None]] = []
-
 
 def _refusing(name: str, why: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
@@ -100,11 +98,8 @@ def _register_for_tracing(names: set[str]) -> Any:
     return library
 
 
-def register() -> None:
+def register() -> Undo:
     """Give torch the operators for CPU tensors, those of them that this version of torch has."""
-    global _libraries
-    if _libraries:
-        return
     multicast = "needs multicast hardware (NVLink SHARP), which a CPU has not; use torch.ops.symm_mem.{}"
     refused = {name: multicast.format(other) for name, other in NEEDS_MULTICAST.items()}
     kernels = IMPLEMENTED | {name: _refusing(name, why) for name, why in refused.items()}
@@ -112,16 +107,7 @@ def register() -> None:
     library = torch.library.Library("symm_mem", "IMPL", "CPU")
     for name in sorted(kernels.keys() & known):
         library.impl(name, kernels[name])
-    _libraries = [library, _register_for_tracing(IMPLEMENTED.keys() & known)]
-    _undo.extend((symm_functional.register(known), symm_boxed.replace(known)))
+    traced = _register_for_tracing(IMPLEMENTED.keys() & known)
+    undos = (library._destroy, traced._destroy, symm_functional.register(known), symm_boxed.put_first(known))
     open_comm_buffers()
-
-
-def unregister() -> None:
-    global _libraries
-    for library in _libraries:
-        library._destroy()
-    _libraries = []
-    while _undo:
-        _undo.pop()()
-    close_comm_buffers()
+    return all_of(close_comm_buffers, *undos)

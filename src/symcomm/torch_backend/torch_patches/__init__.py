@@ -25,9 +25,9 @@ when the first group is made
     when_imported.py          the compiler's modules, once they are imported: make_fx.py, comm_debug_mode.py,
                               dynamo_rules.py and our lowerings (symcomm.compile)
 
-method_swap.py and patch.py are tools that these use. What ``symm_mem.install()`` and
-``compile.install()`` change is theirs to undo. This package is loaded while torch is being imported, so it imports only
-what it needs at once.
+method_swap.py, patch.py and ``symcomm.undo`` are tools that these use. ``symm_mem/install.py`` and
+``compile/install.py`` change torch in the same way, when they are asked to. This package is loaded while torch is being
+imported, so it imports only what it needs at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from __future__ import annotations
 import importlib
 import threading
 
-from symcomm.torch_backend.torch_patches.patch import Undo
+from symcomm.undo import Undo
 
 __all__ = ["AT_FIRST_GROUP", "AT_IMPORT", "apply", "applied", "undo_all"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from symcomm.torch_backend.torch_patches.patch import Undo, replace
+from symcomm.undo import Undo, replace
 
 
 def apply() -> Undo:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from symcomm.ops import OPERATORS
 from symcomm.torch_backend.torch_patches import method_swap
-from symcomm.torch_backend.torch_patches.patch import Undo
+from symcomm.undo import Undo
 
 _TRACES = torch._C._TorchDispatchModeKey.PROXY  # what make_fx.py traces are operators, which count by themselves
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symcomm.torch_backend import versions
-from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
+from symcomm.undo import Undo, all_of, replace
 
 _watching: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # hook -> the group that it watches
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from symcomm.torch_backend.torch_patches.patch import Undo, replace_function
+from symcomm.torch_backend.torch_patches.patch import replace_function
+from symcomm.undo import Undo
 
 
 def apply() -> Undo:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm.torch_backend import versions
-from symcomm.torch_backend.torch_patches.patch import Undo
+from symcomm.undo import Undo
 
 _numbers = itertools.count(1)
 

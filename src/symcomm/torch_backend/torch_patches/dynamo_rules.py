@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from symcomm.torch_backend.torch_patches.patch import Undo
+from symcomm.undo import Undo
 
 
 def apply(trace_rules: Any) -> Undo:

@@ -19,7 +19,7 @@ import torch._C._distributed_c10d as torch_c10d
 
 from symcomm.memory.arena import current_arena, has_arena
 from symcomm.torch_backend import versions
-from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
+from symcomm.undo import Undo, all_of, replace
 
 BACKEND = "symcomm"
 _module: Any = torch_c10d

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from symcomm.torch_backend.torch_patches.patch import Undo, ask_ours_first
+from symcomm.torch_backend.torch_patches.patch import ask_ours_first
+from symcomm.undo import Undo
 
 
 def apply() -> Undo:

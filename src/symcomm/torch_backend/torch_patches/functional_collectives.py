@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, _register_work, _resolve_process_group
 
 from symcomm.torch_backend import versions
-from symcomm.torch_backend.torch_patches.patch import Undo
+from symcomm.undo import Undo
 
 
 def apply() -> Undo:

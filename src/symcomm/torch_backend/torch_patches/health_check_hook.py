@@ -11,7 +11,7 @@ from typing import Any
 
 from symcomm.group.hook_classes import HealthCheckHook
 from symcomm.torch_backend import versions
-from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
+from symcomm.undo import Undo, all_of, replace
 
 
 def apply() -> Undo:

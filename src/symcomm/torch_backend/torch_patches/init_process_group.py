@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm.torch_backend import torch_patches
-from symcomm.torch_backend.torch_patches.patch import Undo, replace_function
+from symcomm.torch_backend.torch_patches.patch import replace_function
+from symcomm.undo import Undo
 
 
 def apply() -> Undo:

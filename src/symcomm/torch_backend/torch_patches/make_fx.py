@@ -27,8 +27,8 @@ import torch._C._distributed_c10d as c10d
 from symcomm.ops import BY_TORCH_NAME, OPERATORS, OPS
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches import method_swap
-from symcomm.torch_backend.torch_patches.patch import Undo, all_of
 from symcomm.torch_backend.work import done
+from symcomm.undo import Undo, all_of
 
 # The methods that are traced, and the kind of their options
 _OPTIONS = {op.torch: getattr(c10d, op.options) for op in OPS if op.plan and op.torch in OPERATORS}

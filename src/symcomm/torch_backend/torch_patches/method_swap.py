@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
+from symcomm.undo import Undo, all_of, replace
 
 # (the name, the class's own method, what is there now) -> what is there meanwhile, or None where that stays
 Wrapper = Callable[[str, Callable[..., Any], Callable[..., Any]], Callable[..., Any] | None]

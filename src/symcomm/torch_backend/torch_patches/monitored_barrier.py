@@ -9,7 +9,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from symcomm.torch_backend.torch_patches.patch import Undo, ask_ours_first, our_group
+from symcomm.torch_backend.torch_patches.patch import ask_ours_first, our_group
+from symcomm.undo import Undo
 
 
 def apply() -> Undo:

@@ -1,4 +1,4 @@
-"""What all patches use: replacing attributes in a way that can be undone."""
+"""What patches of torch.distributed use; what every change uses is in ``symcomm.undo``."""
 
 from __future__ import annotations
 
@@ -10,40 +10,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm.torch_backend import versions
-
-Undo = Callable[[], None]
-
-
-def replace(owner: Any, name: str, value: Any) -> Undo:
-    """Set an attribute. Undoing keeps what others have set there since."""
-    is_own = name in vars(owner)  # and not a base class's
-    known = vars(owner).get(name)
-    setattr(owner, name, value)
-    placed = vars(owner)[name]
-
-    def undo() -> None:
-        if vars(owner).get(name) is not placed:
-            return
-        if is_own:
-            setattr(owner, name, known)
-        else:
-            delattr(owner, name)
-
-    return undo
+from symcomm.undo import Undo, all_of, replace
 
 
 def replace_function(name: str, value: Any) -> Undo:
     """A function of torch.distributed; private ones are in its inner module only."""
     owners = [owner for owner in (c10d, dist) if name in vars(owner)]
     return all_of(*(replace(owner, name, value) for owner in owners))
-
-
-def all_of(*undos: Undo) -> Undo:
-    def undo() -> None:
-        for each in reversed(undos):
-            each()
-
-    return undo
 
 
 def ask_ours_first(name: str, ours: Callable[..., Any]) -> Undo:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from symcomm.torch_backend.torch_patches.patch import Undo, replace
+from symcomm.undo import Undo, replace
 
 
 def apply() -> Undo:

@@ -13,7 +13,7 @@ from typing import Any
 import torch._C._distributed_c10d as _C
 import torch.distributed as dist
 
-from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
+from symcomm.undo import Undo, all_of, replace
 
 
 def apply() -> Undo:

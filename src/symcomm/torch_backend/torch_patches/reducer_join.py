@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from symcomm.torch_backend.torch_patches.patch import Undo, replace
+from symcomm.undo import Undo, replace
 
 _kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 

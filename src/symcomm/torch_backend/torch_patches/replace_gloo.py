@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm.torch_backend import versions
-from symcomm.torch_backend.torch_patches.patch import Undo, all_of, our_group, replace
+from symcomm.torch_backend.torch_patches.patch import our_group
+from symcomm.undo import Undo, all_of, replace
 
 # all_to_all with gradients becomes a scatter from every rank; the hooks that overlap DDP with ZeRO are refused.
 TREAT_GLOO_APART = ("torch.distributed.nn.functional", "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook")

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm import errors
-from symcomm.torch_backend.torch_patches.patch import Undo, add_to_world, ask_ours_first, our_group
+from symcomm.torch_backend.torch_patches.patch import add_to_world, ask_ours_first, our_group
+from symcomm.undo import Undo
 
 
 def apply() -> Undo:

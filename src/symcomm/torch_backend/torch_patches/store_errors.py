@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.torch_backend.torch_patches.patch import Undo
+from symcomm.undo import Undo
 
 
 def apply() -> Undo:

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from symcomm.torch_backend.torch_patches import dynamo_rules
-from symcomm.torch_backend.torch_patches.patch import Undo
+from symcomm.undo import Undo
 
 _installer = "symcomm.compile.install"  # above this layer, so they are loaded by name
 _codegen = "symcomm.compile.codegen"
@@ -51,9 +51,8 @@ def _install(_: Any) -> Undo:
 
 
 def _allocate(_: Any) -> Undo:
-    module = importlib.import_module(_codegen)
-    module.write_for_cpu("operators")
-    return lambda: module.release("operators")
+    undo: Undo = importlib.import_module(_codegen).write_for_cpu("operators")
+    return undo
 
 
 def _tell_own_name(module: Any) -> Undo:
