@@ -18,8 +18,6 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from symcomm.torch_versions import NEWEST, release
-
 # A Python class can be a real Backend (since 2.14); before that Backend has no constructor that Python could call.
 HAS_PYTHON_BACKENDS = "rank" in (torch_c10d.Backend.__init__.__doc__ or "")
 
@@ -103,6 +101,8 @@ _warned: list[str] = []
 
 def warn_if_untested() -> None:
     """Warn once per process that this version of torch is untested."""
+    from symcomm.torch_versions import NEWEST, release
+
     if release(torch.__version__) > release(NEWEST) and not _warned:
         _warned.append(torch.__version__)
         warnings.warn(
