@@ -17,7 +17,7 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.collectives.select import Limits
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.types import DType, RedOpType
 from tests.support.faults import run_group
@@ -46,7 +46,7 @@ def processes(fn: Callable, n: int) -> list:
 
 def variant(g: ProcessGroup, limits: Limits) -> ProcessGroup:
     """A group of the same ranks that chooses its algorithms by other limits."""
-    return LocalGroup(g.rank, g.size, g.all_gather_bytes, "variant", timeout=20, limits=limits)
+    return make_group(g.rank, g.size, g.all_gather_bytes, "variant", timeout=20, limits=limits)
 
 
 def place(g: ProcessGroup, values: torch.Tensor, kind: str) -> torch.Tensor:

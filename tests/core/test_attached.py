@@ -23,7 +23,7 @@ from symcomm.collectives import select
 from symcomm.collectives.limits import NO_BYTES, X86
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import DEFAULT, Limits
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.observe.recorder import records
 from symcomm.types import DType, RedOpType
@@ -175,7 +175,7 @@ def test_an_all_gathers_input_may_lie_in_its_output():
 
 def test_ranks_that_are_threads_stage():
     def ways(g: ProcessGroup) -> str:
-        v = LocalGroup(g.rank, g.size, g.all_gather_bytes, "threads", timeout=20, limits=LENT)
+        v = make_group(g.rank, g.size, g.all_gather_bytes, "threads", timeout=20, limits=LENT)
         out = torch.empty(COUNT)
         v.scatter(out, pieces(0) if g.rank == 0 else None, 0)
         assert torch.equal(out, pieces(0)[g.rank])

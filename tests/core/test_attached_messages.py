@@ -380,7 +380,7 @@ def _leave_during_receive(g: ProcessGroup, words: Words) -> tuple[str, int]:
     work = g.irecv(y, 0)
     g.all_reduce(held, async_op=True)
     assert pager.await_hit()  # whoever leaves waits for this one
-    leaving = threading.Thread(target=g.leave_now)
+    leaving = threading.Thread(target=g.leave)
     leaving.start()
     assert until(lambda: bool(attempt(lambda: g.recv(torch.zeros(1), 0, tag=9, timeout=0.01)) == "GroupUnusableError"))
     raised = attempt(work.wait)

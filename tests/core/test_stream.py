@@ -54,7 +54,7 @@ print(symcomm.spawn(check, 2, mode="threads", deadline=60))
 WAYS = """
 import torch, symcomm
 from symcomm.collectives.limits import Limits
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.observe.recorder import records
 
 world = symcomm.init()
@@ -62,7 +62,7 @@ for most in (2, 1):
     limits = Limits(
         attach_bytes=1, attach_gather_bytes=1, attach_scatter_bytes=1, attach_ranks=2, attach_large_ranks=most
     )
-    group = LocalGroup(world.rank, 2, world.all_gather_bytes, "lent", limits=limits, peers=world.peers)
+    group = make_group(world.rank, 2, world.all_gather_bytes, "lent", limits=limits)
     group.barrier()
     pair, one = torch.arange(1 << 15) + group.rank, torch.empty(1 << 14, dtype=torch.int64)
     got = [torch.empty_like(pair) for _ in range(2)]

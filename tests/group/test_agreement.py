@@ -25,7 +25,7 @@ from symcomm._core import native
 from symcomm.group import failure
 from symcomm.group import shrink as shrinking
 from symcomm.group.default import join_ranks
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.shrink import Attempt, AttemptWord, Record, Records, pack_ranks, unpack_ranks
 from symcomm.memory.share import GroupNotBuilt
@@ -66,7 +66,7 @@ def _join(rank: int, world: int, folder: str, timeout: float) -> ProcessGroup:
     """Rank ``rank`` of all is one of a scenario of its own, which has the number of the step."""
     step, me = divmod(rank, WORLD)
     store = FileStore(os.path.join(folder, f"store{step}"), WORLD)
-    group = join_ranks(store, me, WORLD, 60.0, partial(LocalGroup, timeout=timeout), tidy=False)
+    group = join_ranks(store, me, WORLD, 60.0, partial(make_group, timeout=timeout), tidy=False)
     group.step = step  # type: ignore[attr-defined]
     return group
 

@@ -23,7 +23,7 @@ import symcomm
 from symcomm import errors, symm_mem
 from symcomm._core import native
 from symcomm.ddp import DistributedDataParallel, hooks
-from symcomm.group import local
+from symcomm.group import leaving, local
 from symcomm.memory.arena import current_arena
 from symcomm.memory.flight import Flight, flight_bytes, read_flight
 
@@ -181,7 +181,7 @@ def test_a_group_is_collected_while_another_is_given_back(monkeypatch: pytest.Mo
         monkeypatch.setattr(native, "group_detach", collecting)
         one.destroy()
         monkeypatch.undo()
-        local.free_retired()
+        leaving.free_retired()
         return other._retire.alive, current_arena().used_bytes - before
 
     assert symcomm.spawn(rank, 1, mode="threads", deadline=20) == [(False, 0)]

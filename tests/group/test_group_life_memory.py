@@ -18,8 +18,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives import all_reduce
 from symcomm.collectives.plan import At, Collective, Copy, Plan, Space
-from symcomm.group import local
-from symcomm.group.local import free_retired
+from symcomm.group.leaving import free_retired, retired_count
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory import arena as arenas
 from symcomm.types import DType, RedOpType
@@ -46,7 +45,7 @@ def held() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "python threads": threading.active_count(),
-        "retired": len(local._retired),
+        "retired": retired_count(),
     }
 
 

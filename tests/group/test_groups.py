@@ -15,7 +15,8 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.collectives.select import Limits
-from symcomm.group.local import LocalGroup, free_retired
+from symcomm.group.leaving import free_retired
+from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import run_group
 

@@ -15,7 +15,7 @@ import torch
 from symcomm import errors
 from symcomm.group import calibration, default
 from symcomm.group import grow as growing
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.memory import share
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.store import HashStore
@@ -400,7 +400,7 @@ def test_threads_join_threads():
     def run(rank: int) -> None:
         use_arena(Arena())
         if rank == 0:
-            group = LocalGroup(0, 1, lambda item: [item])
+            group = make_group(0, 1, lambda item: [item])
             group.store = store
             results[0] = facts(group.grow(wait=WAIT, size=3))
         else:
@@ -416,7 +416,7 @@ def test_threads_join_threads():
 
 
 def test_words_of_refusals(monkeypatch):
-    group = LocalGroup(0, 1, lambda item: [item])
+    group = make_group(0, 1, lambda item: [item])
     with pytest.raises(errors.CallerError, match="it has no store, so newcomers could not find it; grow the group"):
         group.grow()
     with pytest.raises(errors.BadArgumentError, match="grow: size must be a number of ranks, 1 or more, got 0"):

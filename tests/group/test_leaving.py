@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from symcomm._core import native
-from symcomm.group import local
+from symcomm.group import leaving, meeting
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import attempt, run_group
 from tests.support.halted_calls import PATTERN
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 def extent(team: ProcessGroup) -> tuple[int, int]:
     """Where this rank's part of a group begins and ends."""
     start = team.arena.base + team._offset
-    return start, start + local._layout(team.size, team.plan_limits)[2]
+    return start, start + meeting.layout(team.size, team.plan_limits)[2]
 
 
 class Claim:
@@ -113,8 +113,8 @@ def _ask_after(g: ProcessGroup, start: Callable, make: Callable, first: int, tur
                 team.destroy()
             g.barrier()
         if g.rank != first:
-            local.free_retired()  # who left first learns of the other when it makes its next group
-        claim = Claim(*mine) if local.retired_count() == 0 else None
+            leaving.free_retired()  # who left first learns of the other when it makes its next group
+        claim = Claim(*mine) if leaving.retired_count() == 0 else None
         g.barrier()
         late = [name for work in works if g.rank == first for name in ask(work, team)]
         attempt(team.abort)
@@ -245,7 +245,7 @@ def leave(team: ProcessGroup, how: str) -> ProcessGroup | None:
         team.abort()
     if how == "destroy":
         team.destroy()
-        until(lambda: local.free_retired() or local.retired_count() == 0, 0.05)
+        until(lambda: leaving.free_retired() or leaving.retired_count() == 0, 0.05)
     return None
 
 

@@ -20,7 +20,9 @@ import symcomm
 from symcomm import errors
 from symcomm.group import hooks
 from symcomm.group.buffers import Buffer
+from symcomm.group.factory import make_group
 from symcomm.group.local import LocalGroup
+from symcomm.group.meeting import meet
 from symcomm.group.p2p import MessageWork
 from symcomm.group.work import Work
 from symcomm.memory import arena as arenas
@@ -125,7 +127,7 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
         return poll(work, timeout)
 
     monkeypatch.setattr(Work, "poll", interrupted)
-    group, theirs = Interrupted(0, 1, lambda item: [item]), torch.ones(2)
+    group, theirs = Interrupted(meet(0, 1, lambda item: [item], 60.0, None, [0])), torch.ones(2)
     works = [group.all_reduce(theirs, op="avg", async_op=True) for _ in range(2)]
     for work in works + inner:
         work.wait()
@@ -135,7 +137,7 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
 
 def test_an_operation_within_the_copying_of_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for its turn behind the core's thread, which must not wait for the copying."""
-    group, finish = LocalGroup(0, 1, lambda item: [item]), Buffer.finish
+    group, finish = make_group(0, 1, lambda item: [item]), Buffer.finish
     copying, inner = threading.Event(), []
 
     def interrupted(buffer: Buffer) -> None:
@@ -270,7 +272,7 @@ def test_a_lock_that_another_thread_held_is_free_in_a_forked_child() -> None:
 def test_a_group_is_left_while_other_threads_start_operations() -> None:
     """Whatever was started is done or refused; nothing waits for a thread that has gone."""
     for _ in range(30):
-        group = LocalGroup(0, 1, lambda item: [item])
+        group = make_group(0, 1, lambda item: [item])
         group.all_reduce(torch.ones(2), async_op=True)
         ends: list[str] = []
 
@@ -285,7 +287,7 @@ def test_a_group_is_left_while_other_threads_start_operations() -> None:
         for thread in threads:
             thread.start()
         time.sleep(0.005)
-        group.leave_now()
+        group.leave()
         for thread in threads:
             thread.join(20)
         assert ends == ["refused"] * 3

@@ -21,7 +21,7 @@ from symcomm import errors
 from symcomm.group import grow as growing
 from symcomm.group import reconfigure
 from symcomm.group.default import join_ranks
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.memory import share
 from symcomm.store import FileStore
 from tests.support.elastic_ranks import ElasticRanks
@@ -140,7 +140,7 @@ def stop_at(where: str) -> None:
 
 
 def member_of_two(store: Any, rank: int) -> Any:
-    return join_ranks(store, rank, 2, WAIT, partial(LocalGroup, timeout=WAIT))
+    return join_ranks(store, rank, 2, WAIT, partial(make_group, timeout=WAIT))
 
 
 def take_in(store: Any, me: int, where: str) -> tuple:

@@ -15,7 +15,6 @@ from symcomm.group.buffers import torch_dtypes
 from symcomm.hierarchical import pipelined
 from symcomm.hierarchical import topology as layout
 from symcomm.hierarchical.topology import EAGER_HOST_MAX, Layout, fits_eager, split_evenly
-from symcomm.memory import share
 from symcomm.types import DType, RedOpType
 
 LAYOUTS = [[2, 2], [1, 1, 1], [1, 3], [3, 1, 2]]
@@ -69,15 +68,6 @@ def test_everybody_speaks_to_every_host(hosts):
                 assert rank in views[other].counterparts(view.host)
             assert sorted(r for wave in view.waves(h) for r in wave) == view.hosts[h]
             assert view.holder(h, rank) in view.hosts[h]
-
-
-def test_memory_that_only_some_can_open_makes_hosts():
-    """Named arenas: who cannot open a file is on another host, and says so where only one is possible."""
-    infos = [{"path": f"/dev/shm/symcomm-{r}"} for r in range(3)]
-    share._check_all_mapped([[0, 1, 2]] * 3, infos)
-    with pytest.raises(share.SeveralHostsError, match="rank 0's memory .* cannot be opened by rank 1; let the") as info:
-        share._check_all_mapped([[0, 2], [1], [0, 2]], infos)
-    assert info.value.hosts == [[0, 2], [1]]
 
 
 def test_symmetric_tensors_stay_on_one_host():

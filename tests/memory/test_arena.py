@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import struct
@@ -26,7 +27,7 @@ import symcomm
 from symcomm import errors
 from symcomm._core import native
 from symcomm.memory import arena as arena_module
-from symcomm.memory import limits, share
+from symcomm.memory import hosts, limits, share
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.memory.heap import PAGE, Heap
 from tests.support.ranks import run_ranks
@@ -286,19 +287,32 @@ def test_another_user_is_refused():
         share._check_user(FakeSocket(os.getuid() + 1))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"boot": "other"}, r"ranks 0 \(here\) and 1 \(there\) are on different hosts"),
-        ({"uid": 7}, r"rank 1 as 7; start all ranks as one user"),
-        ({"net": "other"}, r"different network namespaces.*SYMCOMM_SHARE=named"),
-    ],
-)
-def test_ranks_that_cannot_share_are_told_why(change, says):
-    info = {"boot": "b", "uid": 1, "net": "n", "path": None, "host": "here"}
-    share._check_one_host([info, info])
-    with pytest.raises(errors.ResourceError, match=says):
-        share._check_one_host([info, info | {"host": "there"} | change])
+@pytest.mark.parametrize("change", [{"boot": "other"}, {"net": "other"}, {"host_id": "other"}], ids=str)
+def test_ranks_that_cannot_share_are_on_different_hosts(change):
+    info = {"boot": "b", "uid": 1, "net": "n", "path": None}
+    assert hosts.hosts_of([info, info]) == [[0, 1]]
+    assert hosts.hosts_of([info, info | change, info]) == [[0, 2], [1]]
+
+
+def test_ranks_whose_arenas_lost_their_names_share_what_they_have_mapped():
+    """Two containers with a /dev/shm of their own, two ranks in each, once they have been in a group."""
+    nonces = [secrets.token_bytes(16) for _ in range(4)]
+    infos = [
+        {
+            "boot": "b", "uid": 1, "net": f"n{r // 2}", "named": True, "path": None, "nonce": nonces[r].hex(),
+            "mapped": hosts.short(nonces[r // 2 * 2 : r // 2 * 2 + 2]),
+        }
+        for r in range(4)
+    ]  # fmt: skip
+    assert hosts.hosts_of(infos) == [[0, 1], [2, 3]]
+    assert hosts.hosts_of([info | {"mapped": hosts.short(nonces)} for info in infos]) == [[0, 1, 2, 3]]
+    assert hosts.hosts_of([info | {"path": "/dev/shm/x"} for info in infos]) == [[0, 1, 2, 3]]
+
+
+def test_ranks_of_different_users_are_refused():
+    info = {"boot": "b", "uid": 1, "net": "n", "path": None}
+    with pytest.raises(errors.ResourceError, match=r"rank 1 as 7; start all ranks as one user"):
+        hosts.hosts_of([info, info | {"uid": 7}])
 
 
 def test_ranks_on_different_versions_are_refused():
@@ -349,9 +363,9 @@ def _meet(world: int, forge) -> list:
 
 def test_connect_maps_everybody():
     results = _meet(3, lambda rank, item: item)
-    for peers, extras in results:
-        assert [p.base for p in peers] == [p.base for p in results[0][0]]
-        assert extras == [{"rank": r} for r in range(3)]
+    for found in results:
+        assert [p.base for p in found.peers] == [p.base for p in results[0].peers]
+        assert found.hosts == [[0, 1, 2]] and found.extras == [{"rank": r} for r in range(3)]
 
 
 def test_a_wrong_nonce_is_refused():
@@ -377,10 +391,10 @@ def test_what_is_not_an_arena_is_refused(tmp_path):
 
 def _fill_and_say(rank: int, world: int, path: str, nbytes: int) -> None:
     from symcomm.group.default import join_ranks
-    from symcomm.group.local import LocalGroup
+    from symcomm.group.factory import make_group
     from symcomm.store import FileStore
 
-    group = join_ranks(FileStore(path, world), rank, world, 30.0, LocalGroup)
+    group = join_ranks(FileStore(path, world), rank, world, 30.0, make_group)
     view = group.arena.buffer(nbytes)
     ctypes.memset(view, 1, nbytes)
     assert native.peek(group.peers[1 - rank].base, 8), "the peer's memory is mapped"

@@ -14,7 +14,7 @@ import pytest
 
 from symcomm import errors
 from symcomm.group.default import join_ranks
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.memory import arena as arena_module
 from symcomm.store import FileStore
 from tests.support.ranks import run_ranks
@@ -51,7 +51,7 @@ def fill(folder: str) -> None:
 
 
 def _use_when_full(rank: int, world: int, path: str, folder: str) -> list:
-    make = partial(LocalGroup, timeout=30.0)
+    make = partial(make_group, timeout=30.0)
     group = join_ranks(FileStore(path, world), rank, world, 30.0, make)
     if rank == 0:
         fill(folder)
@@ -82,7 +82,7 @@ def test_a_mount_that_becomes_full_raises_where_memory_is_asked_for(small, tmp_p
 
 
 def _join(rank: int, world: int, path: str) -> None:
-    join_ranks(FileStore(path, world), rank, world, 20.0, partial(LocalGroup, timeout=20.0))
+    join_ranks(FileStore(path, world), rank, world, 20.0, partial(make_group, timeout=20.0))
 
 
 @pytest.mark.parametrize("left", [0, 64 << 10, 1 << 20])

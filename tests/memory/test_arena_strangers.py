@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from symcomm import errors
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.memory import arena as arena_module
 from symcomm.memory import share
 from symcomm.memory.arena import Arena, use_arena
@@ -250,7 +250,7 @@ def _join_with_few(rank: int, world: int, path: str, short: int, more: int) -> N
             return real(*args)
 
     share._pass_descriptors = pass_descriptors
-    join_ranks(store, rank, world, 20.0, partial(LocalGroup, timeout=20.0))
+    join_ranks(store, rank, world, 20.0, partial(make_group, timeout=20.0))
 
 
 @pytest.mark.parametrize(("short", "more"), [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)])

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from symcomm.group.default import join_ranks
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.store import FileStore, TCPStore
 from tests.soak import ranks as soak_ranks
 from tests.soak.ranks import Report
@@ -51,7 +51,7 @@ class SoakCrowd(ElasticRanks):
         return TCPStore("127.0.0.1", self._server.port, is_master=False, wait_for_workers=False)
 
     def member(self, fn: Callable, rank: int, world: int, *args: Any) -> int:
-        make = partial(LocalGroup, timeout=self.timeout)
+        make = partial(make_group, timeout=self.timeout)
         # Nobody else may hold the group: what it holds is looked for when it was left.
         return self.start(lambda: fn(lambda: join_ranks(self._store(), rank, world, 30.0, make), *args))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.group import grow, local
+from symcomm.group import grow, leaving
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
 from tests.soak.scenario import HARMLESS, STARVED, STOPPED_TIMEOUT, Scenario
@@ -313,7 +313,7 @@ def leave(report: Report, before: tuple[int, int, int], grown_in_vain: bool) -> 
 
     def gone() -> bool:
         gc.collect()
-        local.free_retired()
+        leaving.free_retired()
         counted = 2 if grown_in_vain else 3
         return all(now <= then for now, then in zip(held()[:counted], before[:counted], strict=True))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from symcomm.group.default import join_ranks
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.store import FileStore
 from tests.support.ranks import Crowd
 
@@ -25,7 +25,7 @@ class ElasticRanks(Crowd):
 
     def member(self, fn: Callable, rank: int, world: int, *args: Any) -> int:
         def run() -> Any:
-            make = partial(LocalGroup, timeout=self.timeout)
+            make = partial(make_group, timeout=self.timeout)
             return fn(join_ranks(FileStore(self.path), rank, world, 20.0, make), *args)
 
         return self.start(run)

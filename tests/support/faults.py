@@ -20,7 +20,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.collectives.select import Limits
 from symcomm.group.default import join_ranks
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store import FileStore
 from tests.support.ranks import Crowd, Outcome
@@ -28,7 +28,7 @@ from tests.support.ranks import Crowd, Outcome
 
 def join_group(rank: int, world: int, folder: str, timeout: float, limits: Limits | None = None) -> ProcessGroup:
     """The group of ranks that meet in a file of ``folder``. Its first operation is the test's own."""
-    make = partial(LocalGroup, timeout=timeout, limits=limits)
+    make = partial(make_group, timeout=timeout, limits=limits)
     return join_ranks(FileStore(os.path.join(folder, "store"), world), rank, world, 30.0, make, tidy=False)
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import symcomm
-from symcomm.group import local
+from symcomm.group import leaving
 from symcomm.memory.arena import current_arena
 from symcomm.torch_backend.register import register
 
@@ -81,12 +81,12 @@ def what_grew(before: dict[str, int]) -> dict[str, tuple[int, int]]:
 
 def held() -> dict[str, int]:
     """What a process keeps that a group could have left behind."""
-    local.free_retired()
+    leaving.free_retired()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "python threads": threading.active_count(),
-        "groups left, but not by all": local.retired_count(),
+        "groups left, but not by all": leaving.retired_count(),
         "arena bytes": current_arena().used_bytes,
     }
 

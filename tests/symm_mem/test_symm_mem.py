@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import _SymmetricMemory as TorchSymmetricMemory
 
 import symcomm
 from symcomm import errors, symm_mem
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.memory.arena import current_arena
 from symcomm.store import FileStore, HashStore
 from tests.support.places import join, rank_main, spawn
@@ -630,7 +630,7 @@ def _interrupted(rank, world):
     def ring(*_):
         raise Alarm
 
-    group = LocalGroup(0, 1, lambda item: [item], timeout=30)
+    group = make_group(0, 1, lambda item: [item], timeout=30)
     handle = symm_mem.rendezvous(symm_mem.zeros(1), group)
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -646,7 +646,7 @@ def test_ctrl_c_ends_a_wait():
 
 
 def test_the_interpreter_runs_while_we_wait():
-    group = LocalGroup(0, 1, lambda item: [item], timeout=30)
+    group = make_group(0, 1, lambda item: [item], timeout=30)
     handle = symm_mem.rendezvous(symm_mem.zeros(1), group)
     waiter = threading.Thread(target=handle.wait_signal, args=(0,))
     waiter.start()

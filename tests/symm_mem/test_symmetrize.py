@@ -14,7 +14,7 @@ from torch import nn
 import symcomm
 from symcomm import errors, symm_mem
 from symcomm._core import native
-from symcomm.group.local import _layout
+from symcomm.group.meeting import layout
 from symcomm.memory.arena import current_arena
 from tests.support.places import spawn
 
@@ -309,7 +309,7 @@ def _data_parallel_plain(group, start, symmetric):
 
 def _no_copy(group):
     """An all_reduce of symmetric tensors reads the peers' memory itself: nothing passes through the staging area."""
-    stage, end, _ = _layout(group.size, group.plan_limits)
+    stage, end, _ = layout(group.size, group.plan_limits)
     staging = group.arena.base + group._offset + stage
     plain = torch.full((3_000_000,), float(group.rank + 1))
     tensor = symcomm.symmetrize(plain.clone())

@@ -67,12 +67,12 @@ def collectives(g) -> None:
     import numpy as np
 
     from symcomm.collectives.select import Limits
-    from symcomm.group.local import LocalGroup
+    from symcomm.group.factory import make_group
 
     small = Limits(stage_bytes=8192, chunk_bytes=1024, one_shot_bytes=512, direct_bytes=2048,
                    attach_bytes=1024, attach_ranks=2)  # fmt: skip
     n, total = g.size, g.size * (g.size + 1) // 2
-    for group in (g, LocalGroup(g.rank, n, g.all_gather_bytes, "small", 60, small)):
+    for group in (g, make_group(g.rank, n, g.all_gather_bytes, "small", 60, small)):
         for count in (0, 1, 333, 20_001):
             for make in (lambda c: np.empty(c, "f4"), lambda c: symmetric(g, c)):
                 t = make(count)
@@ -269,7 +269,7 @@ def leaving(g) -> None:
         users = [threading.Thread(target=use, args=(call,)) for call in calls[: 2 + turn % (len(calls) - 1)]]
         for user in users:
             user.start()
-        team.leave_now()
+        team.leave()
         done.set()
         for user in users:
             user.join()
@@ -289,7 +289,7 @@ def interrupted(g) -> None:
     def leave(team: Any) -> None:
         while not native.group_status(team.handle):
             pass
-        team.leave_now()
+        team.leave()
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -88,14 +88,14 @@ class Row:
 def measure(group: Any, call: str, piece: int, workload: Workload) -> tuple[float, float] | None:
     """Seconds of a call that copies and of one that attaches; None where ranks copy whatever was measured, since the
     cache does not hold it."""
-    from symcomm.group.local import LocalGroup
+    from symcomm.group.factory import make_group
 
     if workload.pinned:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[group.rank]})
     groups = []
     for least in (NO_BYTES, 1):
         limits = replace(group.plan_limits, attach_bytes=least, attach_gather_bytes=least, attach_scatter_bytes=least)
-        groups.append(LocalGroup(group.rank, group.size, group.all_gather_bytes, limits=limits, peers=group.peers))
+        groups.append(make_group(group.rank, group.size, group.all_gather_bytes, limits=limits))
     calls = [_call_on(own, call, piece) for own in groups]
     groups[1].barrier()  # a peer that is not there yet cannot be read
     _call_on(groups[1], "scatter", SIZES[0])()

@@ -132,7 +132,7 @@ class Session:
 
     def _use(self, group: ProcessGroup) -> None:
         if self.group is not None and group is not self.group:
-            self.group.leave_now()
+            self.group.leave()
         if group is not self.group:
             self.group, self._settled = group, False
             default.set_default(group)

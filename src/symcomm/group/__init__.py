@@ -3,7 +3,9 @@
 process_group.py  ProcessGroup: its state, how it ends, splits, shrinks and grows
 local.py          LocalGroup: one whose ranks share memory
 calibration.py    what `symcomm bench attach` found out about this machine
-factory.py        make_group(): one of these, or one across hosts (symcomm.hierarchical)
+meeting.py        what ranks learn of each other before they make a group
+factory.py        make_group(): meet, then make one of these, or one across hosts (symcomm.hierarchical)
+leaving.py        how a rank leaves, and what becomes of its part of the memory
 facade.py         the collectives of every kind of group
 request.py        their arguments, checked
 p2p.py            point-to-point calls

@@ -1,7 +1,7 @@
 """One way to make a group, wherever its ranks are.
 
-Ranks that share memory form a LocalGroup. Where they turn out to be on several hosts, the layer above takes over: it
-is loaded by name, and only then, since this one must not depend on it.
+The ranks meet (meeting.py), and what they learn of each other says what is made: a LocalGroup where all share memory,
+else a HierarchicalGroup. That is of the layer above: it is loaded by name, and only then.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 from symcomm.collectives.select import Limits
 from symcomm.group.local import LocalGroup
-from symcomm.group.work import Timeout
-from symcomm.memory.share import Exchange, SeveralHostsError
+from symcomm.group.meeting import meet
+from symcomm.group.process_group import DEFAULT_TIMEOUT, check_rank
+from symcomm.group.work import Timeout, to_ns
+from symcomm.memory.share import Exchange
 
 ACROSS_HOSTS = "symcomm.hierarchical.group"
 
@@ -31,12 +33,14 @@ def make_group(
     """A group of ``size`` ranks that reach each other through ``exchange``; all of them call this at once.
 
     A LocalGroup, or a HierarchicalGroup with the same methods. ``engine`` names what carries data between hosts."""
-    try:
-        return LocalGroup(rank, size, exchange, name, timeout, limits, global_ranks)
-    except SeveralHostsError as found:
-        hosts = found.hosts
+    check_rank(rank, size)
+    members = list(range(size) if global_ranks is None else global_ranks)
+    seconds = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout) / 1e9
+    met = meet(rank, size, exchange, seconds, limits, members)
+    if len(met.hosts) == 1:
+        return LocalGroup(met, name, timeout)
     make: Any = importlib.import_module(ACROSS_HOSTS).HierarchicalGroup
-    return make(rank, size, exchange, hosts, name, timeout, limits, global_ranks, engine)
+    return make(met, name, timeout, engine)
 
 
 def finish_meeting(group: Any, exchange: Exchange) -> None:
@@ -49,5 +53,5 @@ def finish_meeting(group: Any, exchange: Exchange) -> None:
     except BaseException as error:
         if (tell := getattr(exchange, "give_up", None)) is not None:
             tell(error)
-        group.leave_now()
+        group.leave()
         raise

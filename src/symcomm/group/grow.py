@@ -39,6 +39,7 @@ from symcomm.collectives.select import Limits
 from symcomm.errors import format_ranks, format_seconds
 from symcomm.group import hooks
 from symcomm.group.work import to_ns
+from symcomm.memory.hosts import boot_id
 from symcomm.memory.share import OthersShortage
 from symcomm.store.prefix import PrefixStore
 
@@ -77,8 +78,7 @@ def _join_request(rank: int | None) -> dict[str, Any]:
 
 def _pid_namespace() -> str:
     """Where a pid means the same: in one pid namespace of one machine, since it was booted."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
 class NewcomerProcess:
@@ -217,7 +217,7 @@ class Round:
 
     def _drop(self, built: Any) -> None:
         if built is not None:
-            built.leave_now()
+            built.leave()
 
 
 class MembersRound(Round):
@@ -239,7 +239,7 @@ class MembersRound(Round):
                 return known
             if known:
                 raise  # a member is gone: as the next operation on the group would tell
-            self._group.leave_now()  # others may be in either group: this rank must not go on in one by itself
+            self._group.leave()  # others may be in either group: this rank must not go on in one by itself
             raise errors.RankFailedError(
                 f"grow of group {self._group.name!r}: rank {self.index} lost the store, and could not ask the other "
                 f"members whether newcomers were let in ({error}); end this process, or join anew.",

@@ -6,33 +6,28 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
-import json
-import operator
 import os
 import time
 import weakref
-import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from symcomm import collectives, errors
 from symcomm._core import native
 from symcomm.collectives.plan import Plan
-from symcomm.collectives.select import Limits
-from symcomm.group import calibration, hooks, registry
+from symcomm.group import hooks, registry
 from symcomm.group.buffers import Buffer
 from symcomm.group.custom_plans import CustomCall
 from symcomm.group.failure import Site, Status, call_site, check_living, explain, format_site
 from symcomm.group.inline_async import inline_polls
+from symcomm.group.leaving import await_others, retire
+from symcomm.group.meeting import Meeting, meet_again
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.refusal import Refusals, Settled, pack, refused, settled
 from symcomm.group.request import Request
 from symcomm.group.work import Timeout, Work, batch_of, no_thread, to_ns
-from symcomm.memory.arena import Arena, Peer, current_arena
-from symcomm.memory.numa import current_node
-from symcomm.memory.share import Exchange, GroupNotBuilt, SeveralHostsError, connect
+from symcomm.memory.arena import Arena, current_arena
+from symcomm.memory.share import Exchange, GroupNotBuilt
 
 # How often a waiting rank polls first (about 10 us). If it has a core of its own it then goes on spinning, for longer
 # than a peer is away whose core is taken for a time slice; with more ranks than cores it yields. Then it sleeps, which
@@ -63,7 +58,7 @@ def _leave_all() -> None:
     """End the threads of asynchronous operations while there still is an interpreter that they may call."""
     for group in list(_living):
         if group.is_busy:
-            group.leave_now()
+            group.leave()
 
 
 def _after_fork_in_child() -> None:
@@ -74,136 +69,51 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-# Groups left, whose part of the arena others may still look at, and whose windows they may still write to.
-_retired: deque[tuple[Any, Arena, int, dict[int, Any]]] = deque()
-_leavings = itertools.count(1)
-_last_leaving = 0
-
-
-def _retire(handle: Any, arena: Arena, offset: int, exposed: dict[int, Any]) -> None:
-    """Leave a group, and give its memory back once everybody has left it."""
-    global _last_leaving
-    native.group_leave(handle)
-    _retired.append((handle, arena, offset, exposed))
-    _last_leaving = next(_leavings)
-    free_retired()
-
-
-def free_retired() -> None:
-    """Free the memory of groups that all ranks have left. No lock: the garbage collector may call this within itself.
-
-    A thread that retires a group while we hold another did not find that one: then we look again."""
-    seen = 0
-    while seen != _last_leaving:
-        seen = _last_leaving
-        for _ in range(len(_retired)):
-            try:
-                handle, arena, offset, exposed = _retired.popleft()
-            except IndexError:  # another thread took it
-                break
-            if native.group_detach(handle):
-                arena.free(offset)
-            else:
-                _retired.append((handle, arena, offset, exposed))
-
-
-def retired_count() -> int:
-    """How many groups this process has left whose memory others may still look at."""
-    return len(_retired)
-
-
-def await_departures_from(handle: Any, seconds: float) -> None:
-    """Return once all ranks have left a group that this one has left, or when the time is over."""
-    end = time.monotonic() + seconds
-    while any(left is handle for left, *_ in list(_retired)) and time.monotonic() < end:
-        time.sleep(0.001)
-        free_retired()
 
 
 def leave_groups_of(arena: Arena) -> None:
     """Leave all groups of one rank at once: it has failed."""
     for group in [g for g in list(_living) if g.arena is arena]:
-        group.leave_now()
-
-
-def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
-    """(offset of staging, offset of channels, total bytes) of a rank's part of a group."""
-    stage = -(-native.CONTROL_BYTES // 4096) * 4096
-    channels = stage + 2 * limits.stage_bytes
-    return stage, channels, channels + world * native.CHANNEL_BYTES
+        group.leave()
 
 
 class LocalGroup(ProcessGroup):
-    """Made by ``make_group`` where all ranks share memory."""
+    """Made from what its ranks, which share memory, learned of each other when they met (see factory.py)."""
 
     _spin_ns, _yield_ns = SPIN_NS, YIELD_NS
     _operations = 0  # that count as done when a group is made; the same on all ranks
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        exchange: Exchange,
-        name: str = "world",
-        timeout: Timeout = None,
-        limits: Limits | None = None,
-        global_ranks: Sequence[int] | None = None,
-        peers: Sequence[Peer] | None = None,
-    ):
-        """``exchange``: everybody's bytes; all ranks make the group at once. ``peers``: the members' arenas, where all
-        members have mapped them already."""
-        super().__init__(rank, size, name, timeout, limits, global_ranks)
+    def __init__(self, met: Meeting, name: str = "world", timeout: Timeout = None):
+        super().__init__(met.rank, met.size, name, timeout, met.part.given, met.members)
         self._sweep_at = 16
-        self._build(exchange, peers, tune=limits is None)
+        with met.part.at_risk():
+            self._build(met)
         registry.add(self)
         hooks.made(self)
 
-    def _build(self, exchange: Exchange, peers: Sequence[Peer] | None, tune: bool) -> None:
-        free_retired()
-        stage, channels, total = _layout(self.size, self.plan_limits)
-        spares = self.arena.spares.setdefault((total, *self.global_ranks), [])
-        self._offset = spares.pop() if spares else self.arena.allocate_sparse(total, touched=stage)
-        self._stage, self._reserved = self._offset + stage, 0
-        if self.arena.must_reserve:
-            self._reserve_channels(channels, total)
-        native.poke(self.arena.base + self._offset, bytes(native.CONTROL_BYTES))
-        for r in range(self.size):  # only the counters of a channel need to start at zero
-            channel = self.arena.base + self._offset + channels + r * native.CHANNEL_BYTES
-            native.poke(channel, bytes(native.CHANNEL_HEAD_BYTES))
-        try:
-            everyone = self._exchange_facts(exchange, peers, total, self._calibration() if tune else {})
-        except (GroupNotBuilt, SeveralHostsError):
-            self.arena.free(self._offset)
-            raise
-        except BaseException:
-            # Some of these ranks may have the group now, and will write into our part that it failed. They are done
-            # with it before they meet us again.
-            spares.append(self._offset)
-            raise
-        all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
-        if tune:
-            is_crowded = self.size > all_cores.bit_count()
-            self.plan_limits = calibration.tuned(self.plan_limits, is_crowded, everyone[0]["attach"])
-        self.plan_limits = self.plan_limits.on_nodes([f["node"] for f in everyone])
-        starts = [peer.base + f["offset"] for peer, f in zip(self.peers, everyone, strict=True)]
+    def _build(self, met: Meeting) -> None:
+        met.check_alike(self.name)
+        self.peers, self.plan_limits, part = list(met.peers), met.limits(), met.part
+        self._offset, self._stage, self._reserved = part.offset, part.offset + part.stage, 0
+        starts = [peer.base + f["offset"] for peer, f in zip(self.peers, met.facts, strict=True)]
         own_process = sum(p.pid == os.getpid() for p in self.peers) == 1
         self._inline_polls = inline_polls(self.size, own_process)
         self.handle = native.make_group(
             self.rank, self.size,
             tuple(starts),
-            tuple([s + stage for s in starts]), self.plan_limits.stage_bytes,
+            tuple([s + part.stage for s in starts]), self.plan_limits.stage_bytes,
             tuple([p.base for p in self.peers]), self.arena.nbytes,
             tuple([p.life for p in self.peers]),
-            tuple([s + channels for s in starts]),
+            tuple([s + part.channels for s in starts]),
             self.arena.flight.address, self.arena.flight.add_group(self.name, self.rank, self.global_ranks),
             own_process, SPIN_COUNT, self._spin_ns, self._yield_ns, self._operations,
             self.timeout_ns,
         )  # fmt: skip
         self._cache = self.handle
-        _living.add(self)
-        self._retire = weakref.finalize(self, _retire, self.handle, self.arena, self._offset, self.exposed)
-        self._retire.atexit = False  # the kernel takes it all
         native.group_keep(self.handle, (self.arena, *self.peers))
+        _living.add(self)
+        self._retire = weakref.finalize(self, retire, self.handle, self.arena, part.offset, self.exposed)
+        self._retire.atexit = False  # the kernel takes it all
 
     def meet(self, exchange: Exchange) -> None:
         check, pause = getattr(exchange, "check", None), MEETING_FIRST
@@ -218,40 +128,6 @@ class LocalGroup(ProcessGroup):
     def change_timeout(self, nanoseconds: int) -> None:
         super().change_timeout(nanoseconds)
         native.group_set_timeout(self.handle, nanoseconds)
-
-    def _reserve_channels(self, start: int, end: int) -> None:
-        try:
-            self.arena.reserve(self._offset + start, end - start)
-        except errors.ResourceError:
-            self.arena.free(self._offset)
-            raise
-
-    def _calibration(self) -> calibration.Known:
-        """What the first rank tells the others of this machine; groups too small to attach need nothing."""
-        return calibration.load() if self.rank == 0 and self.size >= self.plan_limits.attach_ranks else {}
-
-    def _exchange_facts(
-        self, exchange: Exchange, peers: Sequence[Peer] | None, total: int, attach: calibration.Known
-    ) -> list[dict[str, Any]]:
-        """Exchange where each rank's part of the group lies, mapping their arenas where ``peers`` are not given."""
-        cores = sum(1 << core for core in os.sched_getaffinity(0))
-        node = current_node()
-        self.arena.move_to(node)  # this rank may have been bound since
-        limits = zlib.crc32(repr(self.given_limits and self.given_limits.on_nodes(())).encode())
-        facts = {
-            "offset": self._offset, "total": total, "cores": f"{cores:x}", "node": node, "limits": limits,
-            "attach": attach,
-        }  # fmt: skip
-        if peers is not None:
-            everyone = [json.loads(item) for item in exchange(json.dumps(facts).encode())]
-            self.peers = list(peers)
-        else:
-            self.peers, everyone = connect(self.rank, self.size, exchange, facts, self.timeout_ns / 1e9)
-        if any((f["total"], f["limits"]) != (total, limits) for f in everyone):
-            raise errors.CollectiveMismatchError(
-                f"group {self.name!r}: ranks use different sizes or versions; make them all the same."
-            )
-        return everyone
 
     def load_plan(self, plan: Plan) -> Any:
         """``plan`` as the core runs it. The memory that it stages in is reserved here, so that running out of it is an
@@ -270,8 +146,6 @@ class LocalGroup(ProcessGroup):
             self.arena.reserve(self._stage + start, reach)
         native.group_reserved(self.handle, reach)
         self._reserved = max(self._reserved, reach)
-
-    peers: list[Peer]
 
     # --- running ----------------------------------------------------------------------------------------------
 
@@ -425,14 +299,12 @@ class LocalGroup(ProcessGroup):
         self.run_abort_hooks()
         native.group_abort(self.handle)
 
-    def leave_now(self) -> None:
-        if self._failure is None:
-            self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
+    def _leave(self) -> None:
         self._retire()
         self.pending = []
 
     def departures(self) -> Callable[[float], None]:
-        return functools.partial(await_departures_from, self.handle)
+        return functools.partial(await_others, self.handle)
 
     def reclaim_windows(self) -> None:
         tensors = [tensor for tensor, _ in self.exposed.values() if tensor is not None and tensor.device.type == "cpu"]
@@ -464,10 +336,8 @@ class LocalGroup(ProcessGroup):
         return self._of(ranks, exchange, f"{self.name}-shrunk", self.timeout)
 
     def _of(self, ranks: Sequence[int], exchange: Exchange, name: str, timeout: Timeout) -> LocalGroup:
-        return LocalGroup(
-            ranks.index(self.rank), len(ranks), exchange, name, timeout, self.plan_limits,
-            [self.global_ranks[r] for r in ranks], [self.peers[r] for r in ranks],
-        )  # fmt: skip
+        peers, members = [self.peers[r] for r in ranks], [self.global_ranks[r] for r in ranks]
+        return LocalGroup(meet_again(ranks.index(self.rank), peers, exchange, self.plan_limits, members), name, timeout)
 
     def _shrink(self, seconds: float, exclude: Sequence[int], abort: bool, quorum: int | None) -> ProcessGroup:
         from symcomm.group.shrink import shrink

@@ -39,6 +39,11 @@ LEAVE_WAIT = 5.0  # seconds for the others to leave before the rank that serves 
 WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked for
 
 
+def check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise errors.bad_argument("ProcessGroup", "rank", rank, f"0 to {size - 1}")
+
+
 class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``.
 
@@ -63,8 +68,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     def __init__(
         self, rank: int, size: int, name: str, timeout: Timeout, limits: Limits | None, global_ranks: Any
     ):  # fmt: skip
-        if not 0 <= rank < size:
-            raise errors.bad_argument("ProcessGroup", "rank", rank, f"0 to {size - 1}")
+        check_rank(rank, size)
         self.rank = rank
         self.size = size
         self.name = name
@@ -197,13 +201,19 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
                 finish()
             if self.lease is not None and self.lease.serves_others:
                 self.await_departures()
-        self.leave_now()
-        self._let_go_of_store()
+        self.leave()
 
-    def _let_go_of_store(self) -> None:
+    def leave(self, why: str = "was destroyed") -> None:
+        """Leave the group at once; ``why`` is what operations that are pending, or come later, are told."""
+        if self._failure is None:
+            self._failure = errors.GroupUnusableError(f"group {self.name!r} {why}.")
+        self._leave()
         if self.lease is not None:
             self.lease.release()
         self.store = self.lease = None
+
+    @abstractmethod
+    def _leave(self) -> None: ...
 
     def await_departures(self, seconds: float = LEAVE_WAIT) -> None:
         """Give the others time to leave the group, too: what this process serves ends when it has."""
@@ -219,21 +229,10 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         """The ranks of which this one learns that they left."""
         return set(range(self.size)) - {self.rank}
 
-    def leave(self, why: str) -> None:
-        """Leave the group at once; ``why`` is what operations that are pending, or come later, are told."""
-        if self._failure is None:
-            self._failure = errors.GroupUnusableError(f"group {self.name!r} {why}.")
-        self.leave_now()
-        self._let_go_of_store()
-
     @property
     def is_busy(self) -> bool:
         """Whether asynchronous operations or messages of this rank are under way."""
         return bool(self.pending or self._in_flight)
-
-    @abstractmethod
-    def leave_now(self) -> None:
-        """Leave at once: what is pending here fails."""
 
     def _keep(self, work: Work) -> None:
         """Before it is submitted: the core uses its tensors whether or not the caller keeps or ever gets ``work``."""

@@ -28,11 +28,12 @@ from symcomm.errors import format_exit
 from symcomm.group import hooks
 from symcomm.group.default import join_ranks, set_default
 from symcomm.group.factory import make_group
-from symcomm.group.local import free_retired, leave_groups_of
+from symcomm.group.leaving import free_retired
+from symcomm.group.local import leave_groups_of
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Timeout, no_thread
 from symcomm.memory.arena import Arena, use_arena
-from symcomm.memory.share import pretend_host
+from symcomm.memory.hosts import pretend_host
 
 PR_SET_PDEATHSIG = 1
 GRACE = 5.0  # seconds for the other ranks to end by themselves after one has failed

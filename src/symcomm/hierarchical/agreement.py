@@ -279,7 +279,7 @@ class Agreement:
             raise
         finally:
             for group in self._built.values():
-                group.leave_now()
+                group.leave()
             self._group.rounds.forget(f"shrink/{self._instance}/")
 
     def _finish(self, value: Value) -> Any:

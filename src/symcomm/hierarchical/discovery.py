@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.memory.share import Exchange
-
-
-class SubsetExchange:
-    """An exchange among all ranks of which only some are of interest."""
-
-    def __init__(self, exchange: Exchange, ranks: Sequence[int]):
-        self._exchange, self._ranks = exchange, ranks
-        self.check = getattr(exchange, "check", None)
-        self.rounds = 0
-
-    def __call__(self, item: bytes) -> list[bytes]:
-        self.rounds += 1
-        everyone = self._exchange(item)
-        return [everyone[r] for r in self._ranks]
 
 
 def agree_on_engine(infos: Sequence[dict[str, Any]]) -> str:
@@ -59,12 +43,3 @@ def network_advice(infos: Sequence[dict[str, Any]]) -> str:
             "with --ipc=host and SYMCOMM_SHARE=named on all ranks"
         )
     return "let the network between the hosts through, or set SYMCOMM_ADDRESS to the interface that the others reach"
-
-
-def boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
-def network() -> str:
-    return os.readlink("/proc/self/ns/net")

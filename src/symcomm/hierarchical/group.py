@@ -17,23 +17,20 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Plan
-from symcomm.collectives.select import Limits
 from symcomm.group import registry
 from symcomm.group.factory import make_group
 from symcomm.group.failure import Site, call_site, format_site, with_sizes
+from symcomm.group.meeting import HostMeeting, Meeting
 from symcomm.group.process_group import ProcessGroup
-from symcomm.group.refusal import Settled
+from symcomm.group.refusal import Settled, settled
 from symcomm.group.request import Request
 from symcomm.group.work import Batch, Timeout, Work, to_ns
 from symcomm.hierarchical.agreement import Agreement, Agreements
 from symcomm.hierarchical.connection import FramedConnection, ProtocolViolation
 from symcomm.hierarchical.control_channel import ControlChannel, Endpoint, channel_of, check_tokens, endpoint_in
 from symcomm.hierarchical.discovery import (
-    SubsetExchange,
     agree_on_engine,
-    boot_id,
     check_addresses,
-    network,
     network_advice,
 )
 from symcomm.hierarchical.engines.base import (
@@ -58,10 +55,10 @@ from symcomm.hierarchical.scratch import Scratch
 from symcomm.hierarchical.standoff import Waits
 from symcomm.hierarchical.topology import Layout
 from symcomm.hierarchical.work import HierarchicalWork, Runner
+from symcomm.memory.hosts import boot_id, network
 from symcomm.memory.share import Deadline, Exchange
 from symcomm.store.address import LOOPBACK, own_address
 
-LOCAL_ROUNDS = 3  # of the exchange, at most, to build a host's own group
 Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
 ENGINE_GRACE = 1.0  # seconds for the control channel to learn who is gone, when the engine noticed first
 ENGINE_STOP = 5.0  # seconds for an engine to stop; Gloo takes milliseconds
@@ -115,27 +112,17 @@ def _retire(
 
 
 class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGroup):
-    """Built by ``make_group`` when ranks turn out to be on several hosts.
-
-    ``hosts``: the ranks that share memory, host by host; ``exchange``: all-gathers bytes. Collective over all ranks."""
+    """Made from what its ranks, which are on several hosts, learned of each other when they met (see group/factory.py).
+    They exchange twice more: to reach each other and map their host's arenas, and to connect the engine."""
 
     spans_hosts = True
     _retire: weakref.finalize
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        exchange: Exchange,
-        hosts: Sequence[Sequence[int]],
-        name: str = "world",
-        timeout: Timeout = None,
-        limits: Limits | None = None,
-        global_ranks: Sequence[int] | None = None,
-        engine: str | None = None,
-    ):
-        super().__init__(rank, size, name, timeout, limits, global_ranks)
-        self.layout = Layout(hosts, rank)
+        self, met: Meeting, name: str = "world", timeout: Timeout = None, engine: str | None = None
+    ):  # fmt: skip
+        super().__init__(met.rank, met.size, name, timeout, met.part.given, met.members)
+        self.layout = Layout(met.hosts, met.rank)
         self.cond = threading.Condition()  # notified whenever something changes that a thread may wait for
         self.failures = Failures(self)
         self.arrivals: dict[tuple[int, int], tuple[list[int], Any]] = {}  # (number, leader) -> signature, data
@@ -156,20 +143,15 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self._key = ""
         self._rank_of: dict[str, int] = {}  # by the name of its control channel, which may ask during bootstrap
         self._stopping: threading.Thread | None = None
-        self._bootstrap(exchange, engine)
+        self._bootstrap(met, engine)
 
-    def _bootstrap(self, exchange: Exchange, engine: str | None = None) -> None:
-        """Exchange control channels and engines, then build each host's own group, then connect the hosts."""
-        wanted, refusal = "", None
-        try:
-            wanted = wanted_engine(engine)
-        except errors.SymcommError as error:  # reported to the others, who would wait for us
-            refusal = error
+    def _bootstrap(self, met: Meeting, engine: str | None) -> None:
+        """Exchange control channels and this host's arenas, make this host's group, then connect the hosts."""
         key = f"{self.name}/{self.arena.nonce.hex()}/{self.arena.flight.address}/{time.monotonic_ns()}"
         self.control = channel_of(self.arena, key, self)
         try:
-            self._exchange_peer_info(exchange, key, wanted, refusal)
-            self._connect(exchange)
+            local = self._meet_host(met, key, wanted_engine(engine))
+            self._connect(local, met.exchange)
         except BaseException:
             self.control.leave(key)
             self.control.leave(self._key)
@@ -182,61 +164,50 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self._retire.atexit = False
         _leave_first_at_exit()
 
-    def _exchange_peer_info(
-        self, exchange: Exchange, key: str, wanted: str, refusal: errors.SymcommError | None
-    ) -> None:
+    def _meet_host(self, met: Meeting, key: str, wanted: str) -> Meeting:
+        """What all ranks tell each other once they know that there are several hosts."""
         address, across = own_address(), None
-        remote, here = self.control.open_endpoint(address), self.control.open_endpoint(LOOPBACK)
-        info = {
-            "control": remote, "loopback": here.port, "has_token": self.control.has_token, "pid": os.getpid(),
-            "host": socket.gethostname(), "machine": [boot_id(), network()], "wanted": wanted,
-            "engines": [] if wanted else available_engines(), "refusal": str(refusal or ""), "key": key,
-        }  # fmt: skip
-        try:
-            self.peer_info = [json.loads(item) for item in exchange(json.dumps(info).encode())]
-            across = any(c["machine"] != self.peer_info[0]["machine"] for c in self.peer_info)
-        finally:
-            self.control.settle(address, needed=across is True)
-            self.control.settle(LOOPBACK, needed=across is False)
-        if any(c["refusal"] for c in self.peer_info):
-            rank, text = next((r, c["refusal"]) for r, c in enumerate(self.peer_info) if c["refusal"])
-            raise refusal or errors.ResourceError(f"rank {rank} cannot take part in group {self.name!r}: {text}")
+        with HostMeeting(met) as host:
+            remote, here = self.control.open_endpoint(address), self.control.open_endpoint(LOOPBACK)
+            try:
+                info = {
+                    "control": remote, "loopback": here.port, "has_token": self.control.has_token, "pid": os.getpid(),
+                    "host": socket.gethostname(), "machine": [boot_id(), network()], "wanted": wanted,
+                    "engines": [] if wanted else available_engines(), "key": key, **host.item,
+                }  # fmt: skip
+                self.peer_info = [json.loads(item) for item in met.exchange(json.dumps(info).encode())]
+                across = any(c["machine"] != self.peer_info[0]["machine"] for c in self.peer_info)
+            finally:
+                self.control.settle(address, needed=across is True)
+                self.control.settle(LOOPBACK, needed=across is False)
+            self._join_channel(key, across)
+            return host.finish(self.peer_info, self.timeout)
+
+    def _join_channel(self, key: str, across: bool) -> None:
         check_tokens(self.peer_info)
         if across:
             check_addresses(self.peer_info)
         self._key = self.peer_info[0]["key"]  # the first rank names the group for all
-        self._endpoints = [endpoint_in(c, bool(across)) for c in self.peer_info]
+        self._endpoints = [endpoint_in(c, across) for c in self.peer_info]
         self._rank_of = {endpoint.nonce: r for r, endpoint in enumerate(self._endpoints)}
         self._untold = [endpoint.nonce for r, endpoint in enumerate(self._endpoints) if r != self.rank]
         self.control.join(self._key, self)
         if self._key != key:
             self.control.leave(key)
 
-    def _connect(self, exchange: Exchange) -> None:
-        self.local = self._make_local(exchange)
+    def _connect(self, host: Meeting, exchange: Exchange) -> None:
+        self.local = IntraHostGroup(host, f"{self.name}@{self.layout.host}", self.timeout)
+        self.handle, self.peers = self.local.handle, self.local.peers
         self.local.waits, self.local.here = self.waits, self.layout.here
         self.exposed = self.local.exposed  # which outlives the group while ranks of this host may write there
         self._make_engine(exchange)
-        for host in self.layout.others:  # the peers that watch each other's liveness
-            for rank in self.layout.counterparts(host):
+        for other in self.layout.others:  # the peers that watch each other's liveness
+            for rank in self.layout.counterparts(other):
                 if rank > self.rank:
                     self.tell(rank, {"kind": "hello"}, timeout=self.timeout)
 
     def meet(self, exchange: Exchange) -> None:
         exchange(b"")
-
-    def _make_local(self, exchange: Exchange) -> IntraHostGroup:
-        """This host's own group. Hosts may need more or fewer rounds of the exchange, so all do the same number."""
-        here = self.layout.here
-        exchange_here = SubsetExchange(exchange, here)
-        local = IntraHostGroup(
-            self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout,
-            self.given_limits, [self.global_ranks[r] for r in here],
-        )  # fmt: skip
-        while exchange_here.rounds < LOCAL_ROUNDS:
-            exchange_here(b"")
-        self.handle, self.peers = local.handle, local.peers
-        return local
 
     def _make_engine(self, exchange: Exchange) -> None:
         self.engine_name = agree_on_engine(self.peer_info)
@@ -518,18 +489,16 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self.run_abort_hooks()
         self.failures.abort()
 
-    def leave_now(self) -> None:
+    def _leave(self) -> None:
         if self._has_left:
             return
-        if self._failure is None:
-            self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
         self._say_goodbye()
         self.failures.end()
         if self.matcher.is_moving:  # the caller has its tensors back
             self.stop_engine()
             self.await_engine()
         self._retire()
-        self.local.leave_now()
+        self.local.leave()
         self.pending = []
 
     def _say_goodbye(self) -> None:
@@ -558,6 +527,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             return self._of(ranks, exchange, label, lifetime)
         except Exception as error:
             exchange.give_up(error)
+            settled(error)
             raise
 
     def _of(self, ranks: Sequence[int], exchange: Exchange, name: str, seconds: float) -> Any:

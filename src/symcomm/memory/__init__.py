@@ -4,5 +4,6 @@ heap.py     which parts of an arena are in use
 numa.py     which part of the machine's memory is near to a rank
 limits.py   how much memory there is, and who says so
 arena.py    one rank's shared memory, and the view of other ranks' arenas
-share.py    how ranks come to map each other's arenas, and prove that they share a host
+hosts.py    which ranks share a host
+share.py    how ranks come to map each other's arenas, which proves it
 """

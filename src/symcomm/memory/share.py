@@ -6,17 +6,14 @@ Where descriptors cannot be passed (ranks in separate network namespaces, or SYM
 SYMCOMM_SHM_DIR (/dev/shm), opened by name and unlinked as soon as all have mapped them. Either way every rank then
 reads each peer's nonce from the mapped memory: that, and nothing else, is what counts as being on the same host.
 
-Ranks that cannot share memory are refused with SeveralHostsError, which says who shares with whom: a group across hosts
-(symcomm.hierarchical) is made of one such group per host. SYMCOMM_HOST_ID makes ranks of one machine count as being on
-different hosts, to try that out.
+Where ``connect`` finds several hosts it says who shares memory with whom, and each host's ranks map their arenas with
+the next exchange (``HostArenas``): a group across hosts (symcomm.hierarchical) is made of one group per host.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
@@ -25,17 +22,17 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from symcomm import __version__, errors
 from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, named_directory, peer_by_nonce, peers_mapped
+from symcomm.memory.hosts import alike, all_mapped, boot_id, check_versions, hosts_of, network, pretended_host, short
 
 __all__ = [
-    "Deadline", "Exchange", "GroupNotBuilt", "OthersShortage", "SeveralHostsError", "connect", "named_directory",
-    "pretend_host",
+    "Connected", "Deadline", "Exchange", "GroupNotBuilt", "HostArenas", "OthersShortage", "connect",
+    "named_directory",
 ]  # fmt: skip
 
 # An all-gather of bytes, in rank order: how ranks bootstrap a group. It may have a method check(), which raises once
@@ -52,53 +49,23 @@ class GroupNotBuilt(errors.RankFailedError):
     """An exchange for a new group ended without one: nobody uses what was exchanged."""
 
 
-class SeveralHostsError(errors.ResourceError):
-    """The ranks do not all share memory. ``hosts``: the ranks that do, host by host."""
-
-    def __init__(self, message: str, hosts: Sequence[Sequence[int]]):
-        super().__init__(message)
-        self.hosts = [list(ranks) for ranks in hosts]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.hosts)
-
-
 class OthersShortage(errors.ResourceError):
     """Another rank said that it cannot take part."""
 
 
-_thread = threading.local()
+class Connected(NamedTuple):
+    """What ``connect`` found out."""
+
+    peers: list[Peer]  # the ranks' arenas, mapped; none where there are several hosts
+    extras: list[dict[str, Any]]  # what each rank had to say
+    hosts: list[list[int]]  # the ranks that share memory, host by host
+    infos: list[dict[str, Any]]  # where each rank's arena is
+    held: list[Peer]  # arenas that stay mapped while somebody holds this
+    is_mapped: bool  # whether those of this rank's host are, on all its ranks
 
 
-def pretend_host(name: str | None) -> None:
-    """Let the rank that runs in this thread count as being on a host of that name; None: where it really is."""
-    _thread.host = name
-
-
-def _pretended_host() -> str:
-    mine: str | None = getattr(_thread, "host", None)
-    return mine if mine else os.environ.get("SYMCOMM_HOST_ID", "")
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
-def connect(
-    rank: int, world: int, exchange: Exchange, extra: dict[str, Any], timeout: float
-) -> tuple[list[Peer], list[dict[str, Any]]]:
-    """Map every rank's arena. Returns the peers and each rank's ``extra``. Collective over ``exchange``.
+def connect(rank: int, world: int, exchange: Exchange, extra: dict[str, Any], timeout: float) -> Connected:
+    """Map every rank's arena, if all ranks are on one host. ``extra``: what to tell the others besides.
 
     Ranks say which arenas they have mapped already, so that all of them know at once whether any has to be passed."""
     arena = current_arena()
@@ -106,118 +73,93 @@ def connect(
     listener = _listen() if rank == 0 and world > 1 else None
     try:
         info = {
-            "nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "boot": _boot_id(),
-            "host": socket.gethostname(), "uid": os.getuid(), "net": _link("/proc/self/ns/net"), "path": arena.path,
-            "named": arena.directory is not None, "host_id": _pretended_host(),
-            "socket": listener.getsockname().hex() if listener else None, "extra": extra,
-            "mapped": _short([peer.nonce for peer in held]), "version": __version__,
+            "nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "boot": boot_id(), "uid": os.getuid(),
+            "net": network(), "path": arena.path, "named": arena.directory is not None,
+            "host_id": pretended_host(), "socket": listener.getsockname().hex() if listener else None, "extra": extra,
+            "mapped": short([peer.nonce for peer in held]), "version": __version__,
         }  # fmt: skip
         infos = [json.loads(item) for item in exchange(json.dumps(info).encode())]
-        _check_versions(infos)
-        _check_one_host(infos)
-        if not _all_mapped(infos):
-            if all(c["path"] for c in infos):  # a rank that has been in a group before has no name any more
-                unknown = [r for r, c in enumerate(infos) if peer_by_nonce(bytes.fromhex(c["nonce"])) is None]
-                held += _open_named(infos, unknown)
-                seen = [r for r, c in enumerate(infos) if peer_by_nonce(bytes.fromhex(c["nonce"])) is not None]
-                _check_all_mapped([json.loads(item) for item in exchange(json.dumps(seen).encode())], infos)
-            else:
-                deadline = Deadline(timeout, getattr(exchange, "check", None))
-                held += _pass_descriptors(rank, arena, listener, infos, deadline)
+        check_versions(infos)
+        hosts = hosts_of(infos)
+        here = _host_with(rank, hosts)
+        by_name, is_mapped = _is_by_name(infos, here), all_mapped([infos[r] for r in here])
+        if any(_is_by_name(infos, ranks) for ranks in hosts):
+            hosts = _connect_by_name(exchange, infos, here, held)
+        elif len(hosts) == 1 and not is_mapped:
+            held += _pass_descriptors(rank, arena, listener, infos, Deadline.of(exchange, timeout))
+        if by_name or (len(hosts) == 1 and not is_mapped):
             arena.unlink()  # all have it
     finally:
         if listener is not None:
             listener.close()
-    return _prove(infos), [c["extra"] for c in infos]
+    peers = _prove(infos, range(world)) if len(hosts) == 1 else []
+    return Connected(peers, [c["extra"] for c in infos], hosts, infos, held, by_name or is_mapped)
 
 
-SHORT = 8  # characters by which ranks tell arenas apart: 48 random bits
+def _is_by_name(infos: Sequence[dict[str, Any]], ranks: Sequence[int]) -> bool:
+    """Whether these ranks of one host have to open each other's files; the same on all ranks.
+
+    A rank that has been in a group before has no name any more."""
+    some = [infos[r] for r in ranks]
+    return not all_mapped(some) and all(c["path"] for c in some)
 
 
-def _short(nonces: Sequence[bytes]) -> str:
-    """Nonces in few characters each, one after the other."""
-    return "".join(base64.b64encode(nonce[:6]).decode() for nonce in nonces)
+def _connect_by_name(
+    exchange: Exchange, infos: Sequence[dict[str, Any]], here: Sequence[int], held: list[Peer]
+) -> list[list[int]]:
+    """Open the files of this rank's host. Returns the hosts: ranks that cannot open each other's share none."""
+    seen = list(here)  # or those that are passed later
+    if _is_by_name(infos, here):
+        held += _open_named(infos, [r for r in here if peer_by_nonce(_nonce(infos[r])) is None])
+        seen = [r for r in here if peer_by_nonce(_nonce(infos[r])) is not None]
+    return alike([min(json.loads(item)) for item in exchange(json.dumps(seen).encode())])
 
 
-def _all_mapped(infos: Sequence[dict[str, Any]]) -> bool:
-    """Whether every rank has mapped every arena; the same on all ranks."""
-    everyone = {_short([bytes.fromhex(info["nonce"])]) for info in infos}
-    mapped = ([info["mapped"][i : i + SHORT] for i in range(0, len(info["mapped"]), SHORT)] for info in infos)
-    return all(everyone.issubset(names) for names in mapped)
+def _host_with(rank: int, hosts: Sequence[list[int]]) -> list[int]:
+    return next(ranks for ranks in hosts if rank in ranks)
 
 
-@functools.cache
-def _boot_id() -> str:
-    return _read("/proc/sys/kernel/random/boot_id")
+class HostArenas:
+    """One host's arenas, where there are several hosts. ``with HostArenas(...) as arenas``: all ranks exchange
+    ``arenas.socket`` of each, and then call ``connect``."""
+
+    def __init__(self, rank: int, found: Connected):
+        self.ranks, self._found = _host_with(rank, found.hosts), found
+        self._rank = self.ranks.index(rank)
+        self._listener: socket.socket | None = None
+
+    def __enter__(self) -> HostArenas:
+        if self._rank == 0 and not self._found.is_mapped:
+            self._listener = _listen()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    @property
+    def socket(self) -> str | None:
+        """Where the first rank of this host passes descriptors, if it has to."""
+        return self._listener.getsockname().hex() if self._listener is not None else None
+
+    def connect(self, sockets: Sequence[str | None], deadline: Deadline) -> list[Peer]:
+        """Map the arenas of this host's ranks. ``sockets``: what each of all ranks gave."""
+        found, arena = self._found, current_arena()
+        if not found.is_mapped:
+            infos = [{**found.infos[r], "socket": sockets[self.ranks[0]]} for r in self.ranks]
+            found.held.extend(_pass_descriptors(self._rank, arena, self._listener, infos, deadline))
+            arena.unlink()
+        return _prove(found.infos, self.ranks)
 
 
-def _check_versions(infos: Sequence[dict[str, Any]]) -> None:
-    """What ranks write into each other's memory may have changed between any two versions."""
-    versions = [info.get("version", "an older version") for info in infos]
-    other = next((r for r, version in enumerate(versions) if version != versions[0]), None)
-    if other is not None:
-        raise errors.ResourceError(
-            f"rank 0 runs Symcomm {versions[0]} and rank {other} {versions[other]}; install one version for all ranks."
-        )
+def _nonce(info: dict[str, Any]) -> bytes:
+    return bytes.fromhex(info["nonce"])
 
 
-def _check_one_host(infos: Sequence[dict[str, Any]]) -> None:
-    """Refuse ranks that cannot share memory; what they say here is proved later, by what they have mapped."""
-    hosts = _alike([_host_key(info) for info in infos])
-    for ranks in hosts:
-        first = infos[ranks[0]]
-        for r in ranks:
-            if infos[r]["uid"] != first["uid"]:
-                raise errors.ResourceError(
-                    f"rank {ranks[0]} runs as user id {first['uid']} and rank {r} as {infos[r]['uid']}; "
-                    "start all ranks as one user."
-                )
-    if len(hosts) == 1:
-        return
-    first, other = infos[0], infos[r := hosts[1][0]]
-    if other["boot"] == first["boot"] and other.get("host_id") == first.get("host_id"):
-        raise SeveralHostsError(
-            f"ranks 0 and {r} are in different network namespaces, so descriptors cannot be passed; "
-            "set SYMCOMM_SHARE=named on all ranks and let the containers share /dev/shm (--ipc=host).",
-            hosts,
-        )
-    raise SeveralHostsError(
-        f"ranks 0 ({first['host']}) and {r} ({other['host']}) are on different hosts; symmetric memory reaches "
-        "no farther than one; use a backend that crosses hosts (gloo, nccl) for this group.",
-        hosts,
-    )
-
-
-def _host_key(info: dict[str, Any]) -> tuple[str, ...]:
-    """Equal for ranks that should be able to map each other's memory."""
-    named = info.get("named", bool(info["path"]))
-    return info.get("host_id", ""), info["boot"], "" if named else info["net"]
-
-
-def _alike(keys: Sequence[Any]) -> list[list[int]]:
-    """Positions of equal keys, in the order in which they first occur."""
-    found: dict[Any, list[int]] = {}
-    for position, key in enumerate(keys):
-        found.setdefault(key, []).append(position)
-    return list(found.values())
-
-
-def _check_all_mapped(seen: Sequence[Sequence[int]], infos: Sequence[dict[str, Any]]) -> None:
-    """``seen[r]``: the ranks whose named memory rank r could open. Who does not see everybody is on another host."""
-    hosts = _alike([min(ranks) for ranks in seen])
-    if len(hosts) > 1:
-        r = hosts[1][0]
-        raise SeveralHostsError(
-            f"rank 0's memory {infos[0]['path']} cannot be opened by rank {r}; "
-            "let the containers share /dev/shm (--ipc=host) or run the ranks in one container.",
-            hosts,
-        )
-
-
-def _prove(infos: Sequence[dict[str, Any]]) -> list[Peer]:
+def _prove(infos: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Peer]:
     peers = []
-    for r, info in enumerate(infos):
-        peer = peer_by_nonce(bytes.fromhex(info["nonce"]))
+    for r in ranks:
+        peer = peer_by_nonce(_nonce(infos[r]))
         if peer is None:
             raise errors.InternalError(f"rank {r}'s memory was mapped but holds another nonce than it published.")
         peers.append(peer)
@@ -274,9 +216,10 @@ class Deadline:
         self._end = time.monotonic() + seconds
         self._check = check
 
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._end
+    @classmethod
+    def of(cls, exchange: Exchange, seconds: float) -> Deadline:
+        """For those who take part in ``exchange``."""
+        return cls(seconds, getattr(exchange, "check", None))
 
     def look(self, poll: select.poll) -> list[tuple[int, int]]:
         """What is ready, after a moment at the latest; TimeoutError when the time is over."""
@@ -540,7 +483,7 @@ def _map_unknown(infos: Sequence[dict[str, Any]], descriptors: dict[int, int]) -
     return [
         add_peer(Peer.map(fd, infos[r]["nbytes"]))
         for r, fd in descriptors.items()
-        if peer_by_nonce(bytes.fromhex(infos[r]["nonce"])) is None
+        if peer_by_nonce(_nonce(infos[r])) is None
     ]
 
 
