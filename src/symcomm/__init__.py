@@ -26,6 +26,7 @@ Where things are (imports point down only)::
     _core/          C: reductions, the plan executor, waits, mailboxes, the store's server
     errors.py       every exception, and the words of every error
     undo.py         the one way to change torch, and to change it back
+    arguments.py    what counts as an int, a bool, text or a list
     types.py        dtypes and reduce operations
 
 Names below are loaded on first use, so that ``import symcomm`` stays instant and never imports torch.

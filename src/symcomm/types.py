@@ -10,6 +10,7 @@ import enum
 from typing import Any
 
 from symcomm import errors
+from symcomm.arguments import as_int
 
 
 class DType(enum.IntEnum):
@@ -52,8 +53,11 @@ class _OfNumbers(enum.EnumMeta):
     """Members by their number, which a float is not even where it equals one."""
 
     def __call__(cls, value: Any, *args: Any, **named: Any) -> Any:
-        if not hasattr(type(value), "__index__"):
-            raise errors.wrong_type(cls.__name__, "value", value, f"a number of {cls.__name__}")
+        if not isinstance(value, cls):
+            number = as_int(value)
+            if number is None:
+                raise errors.wrong_type(cls.__name__, "value", value, f"a number of {cls.__name__}")
+            value = number
         return super().__call__(value, *args, **named)
 
 
@@ -116,10 +120,11 @@ class RedOpType(enum.IntEnum, metaclass=_OfNumbers):
         if self is not RedOpType.PREMUL_SUM:
             raise errors.CallerError(f"ReduceOp.{self.name}: only PREMUL_SUM takes a factor.")
         if not _is_factor(factor):
-            raise errors.bad_argument("ReduceOp.PREMUL_SUM", "factor", factor, "a number or a tensor")
+            raise errors.bad_argument("ReduceOp.PREMUL_SUM", "factor", factor, _FACTOR)
         return ReduceOp(self, factor=factor)
 
 
+_FACTOR = "a number or a tensor with at least one element"
 _RedOpType = RedOpType  # ReduceOp has an attribute of that name
 
 
@@ -200,8 +205,12 @@ class ReduceOp(metaclass=_ReduceOpMeta):
         return self._op, self._factor
 
     def __setstate__(self, state: tuple[Any, Any]) -> None:
-        op, self._factor = state
-        self._op = _RedOpType(int(op))
+        if hasattr(self, "_op"):
+            return  # as in PyTorch, what was made stays what it is
+        if not isinstance(state, tuple) or len(state) != 2:
+            refuse = errors.bad_argument if isinstance(state, tuple) else errors.wrong_type
+            raise refuse("ReduceOp.__setstate__", "state", state, "a tuple of operation and factor")
+        self._op, self._factor = _kind_of(state[0]), state[1]
 
     def __copy__(self) -> ReduceOp:
         return ReduceOp(self._op, factor=self._factor)
@@ -244,8 +253,8 @@ def _same_factor(one: Any, other: Any) -> bool:
 
 
 def _is_factor(factor: Any) -> bool:
-    """A number, or a tensor or array of any library."""
-    return isinstance(factor, int | float) or hasattr(factor, "shape")
+    """A number, or a tensor or array of any library that has elements."""
+    return isinstance(factor, int | float) or 0 not in getattr(factor, "shape", (0,))
 
 
 def make_premul_sum(factor: Any) -> ReduceOp:
@@ -253,5 +262,6 @@ def make_premul_sum(factor: Any) -> ReduceOp:
 
     Raises: WrongTypeError."""
     if not _is_factor(factor):
-        raise errors.wrong_type("make_premul_sum", "factor", factor, "a number or a tensor")
+        refuse = errors.bad_argument if hasattr(factor, "shape") else errors.wrong_type
+        raise refuse("make_premul_sum", "factor", factor, _FACTOR)
     return ReduceOp(RedOpType.PREMUL_SUM, factor=factor)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from array import array
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy
 import pytest
 
 pytest.importorskip("torch")
 import torch
 
 from symcomm.errors import BadArgumentError
-from tests.support.c10d_compare import ours, outcome, plain, same, since_2_15, theirs
+from tests.support.c10d_compare import ours, outcome, plain, same, since_2_13, since_2_15, theirs
 
 CALLS = [
     "AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions", "BarrierOptions",
@@ -39,6 +44,16 @@ VALUES = [
     "R(R.MIN)", "m._make_nccl_premul_sum(2.0)", "torch.device('cuda:1')", "torch.device('cpu')", "torch.tensor(1)",
     "object()", "{}", "{'a': 'b'}", "{'a': 1}",
 ]  # fmt: skip
+# Newer pybind11 takes more than Python's own.
+OF_OTHER_KINDS = [
+    "b'ab'", "bytearray(b'ab')", "np.str_('a')", "{1, 2}", "frozenset([1])", "range(3)", "deque([1])",
+    "(i for i in [1])", "{3: 4}.keys()", "{3: 4}.values()", "map(int, '12')", "np.array([1, 2])", "np.array([1.5])",
+    "np.array([[1]])", "array('i', [1])", "memoryview(b'a')", "torch.tensor([1, 2])", "[np.int8(1)]", "[np.float32(1)]",
+    "[True]", "['1']", "[None]", "[torch.tensor(1)]", "[2**63]", "np.int64(2)", "np.uint8(2)", "np.float32(2.5)",
+    "np.float64(2)", "np.bool_(True)", "np.array(2)", "np.array([2])", "torch.tensor(2.5)", "torch.ones(2)",
+    "Decimal(2)", "Fraction(5, 2)", "m.OpType(1)", "np.timedelta64(1, 's')",
+]  # fmt: skip
+NAMES = {"np": numpy, "deque": deque, "array": array, "Decimal": Decimal, "Fraction": Fraction}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -49,6 +64,36 @@ def test_every_attribute_takes_and_refuses_the_same(name: str):
         for value in VALUES:
             read = f"o.{attribute}.op" if attribute == "reduceOp" else f"o.{attribute}"
             same(f"o = m.{name}()\no.{attribute} = {value}\n{read}")
+
+
+@since_2_13
+@pytest.mark.parametrize("name", [*ALL, "Backend.Options('x')", "FakeProcessGroup.Options"])
+def test_what_counts_as_a_number_text_or_a_list(name: str):
+    made = f"m.{name}" if name.endswith(")") else f"m.{name}()"
+    for attribute in dir(eval(made, {"m": theirs})):
+        if attribute.startswith("__") or attribute in ("store", "backend"):
+            continue
+        for value in OF_OTHER_KINDS:
+            read = f"o.{attribute}.op" if attribute == "reduceOp" else f"o.{attribute}"
+            same(f"o = {made}\no.{attribute} = {value}\n{read}", **NAMES)
+
+
+@since_2_13
+def test_names_in_bytes():
+    for name in ("b'x'", "bytearray(b'x')", "np.str_('x')", "3", "None"):
+        same(f"m.Backend.Options({name}).backend", **NAMES)
+        same(f"g = m.ProcessGroup(0, 1)\ng._set_group_desc({name})\ng.group_desc", **NAMES)
+        same(f"d = m.DDPLoggingData()\nd.strs_map = {{'k': {name}}}\nd.strs_map", **NAMES)
+    with pytest.raises(TypeError, match="must be a str"):  # PyTorch's takes what nobody can read then
+        ours.Backend.Options(b"\xff")
+
+
+@pytest.mark.parametrize("seconds", ["float('nan')", "float('inf')", "1e300", "-1e300"])
+def test_a_time_that_nothing_can_hold_is_refused(seconds: str):
+    """(PyTorch's makes another time of it.)"""
+    for change in ("o = m.BroadcastOptions()\no.timeout = X\n0", "m.Work().wait(X)", "m.FakeWork().wait(X)"):
+        kind, error = outcome(change.replace("X", seconds), ours)
+        assert kind == "raised" and isinstance(error, BadArgumentError) and "a time that a timedelta" in str(error)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -121,6 +166,8 @@ pickle.loads(pickle.dumps(m._make_nccl_premul_sum(2.0))).factor | R.PREMUL_SUM(2
 R.PREMUL_SUM(factor=3.0).factor
 pickle.loads(pickle.dumps(m._make_nccl_premul_sum(torch.tensor(2.0)))).factor | R.PREMUL_SUM(torch.tensor(2.0)).factor
 copy.deepcopy(m._make_nccl_premul_sum(torch.tensor(2.0))).factor | R.PREMUL_SUM(2.0).op | R.SUM(2.0) | R.PREMUL_SUM()
+R(R.MAX).__getstate__() | m._make_nccl_premul_sum(2.0).__getstate__() | R.MAX.__getstate__() | R(R.MAX).__copy__().op
+R(R.MAX).__deepcopy__({}).op | m._make_nccl_premul_sum(torch.empty(0)).op | R.PREMUL_SUM(torch.empty(0)).op
 R.PREMUL_SUM('a') | R.UNUSED | R.sum | R['SUM'] | R.__name__ | R(R.SUM) < R(R.MAX)
 """
 
@@ -128,6 +175,16 @@ R.PREMUL_SUM('a') | R.UNUSED | R.sum | R['SUM'] | R.__name__ | R(R.SUM) < R(R.MA
 @pytest.mark.parametrize("expression", [e.strip() for e in SAME.replace("\n", "|").split("|") if e.strip()])
 def test_reduce_op(expression: str):
     same(expression)
+
+
+@since_2_13
+@pytest.mark.parametrize(
+    "state", ["R(R.MAX).__getstate__()", "m._make_nccl_premul_sum(2.0).__getstate__()", "()", "'a'", "3", "None"]
+)
+@pytest.mark.parametrize("made", ["R(R.SUM)", "R.__new__(R)"])
+def test_the_state_of_a_reduce_op(made: str, state: str):
+    """What was made stays what it is."""
+    same(f"o = {made}\no.__setstate__({state})\no.__getstate__()")
 
 
 @pytest.mark.parametrize(

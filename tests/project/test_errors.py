@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy
 import pytest
 
 from symcomm import errors
@@ -56,12 +57,15 @@ def test_a_bad_choice_names_the_nearest(got: str, end: str):
     assert str(error) == f"bench: WHAT must be one of all_reduce, barrier, got {got!r}{end}"
 
 
-@pytest.mark.parametrize("factor", ["x", None, [2.0], 1j])
+@pytest.mark.parametrize("factor", ["x", None, [2.0], 1j, numpy.empty(0)])
 def test_a_factor_that_is_no_number_is_refused_where_it_is_given(factor):
     for call, make in {"make_premul_sum": make_premul_sum, "ReduceOp.PREMUL_SUM": ReduceOp.PREMUL_SUM}.items():
         with pytest.raises(BadArgumentError) as raised:
             make(factor)
-        assert str(raised.value) == f"{call}: factor must be a number or a tensor, got {factor!r}."
+        assert (
+            str(raised.value)
+            == f"{call}: factor must be a number or a tensor with at least one element, got {factor!r}."
+        )
     assert make_premul_sum(2).factor == 2 and make_premul_sum(True).factor is True
 
 

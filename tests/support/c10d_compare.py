@@ -92,10 +92,10 @@ def skip_what_is_newer(kind: str, value: Any) -> None:
         pytest.skip(f"torch {torch.__version__}: {str(value).splitlines()[0]}")
 
 
-def same(expression: str) -> None:
+def same(expression: str, **names: Any) -> None:
     """Fail unless both sides give the same value, or raise of the same family."""
-    their_kind, theirs_was = outcome(expression, theirs)
-    our_kind, ours_was = outcome(expression, ours)
+    their_kind, theirs_was = outcome(expression, theirs, **names)
+    our_kind, ours_was = outcome(expression, ours, **names)
     said = f"{expression!r}: theirs {their_kind} {theirs_was!r}, ours {our_kind} {ours_was!r}"
     if their_kind == "raised" and (our_kind == "gave" or family(theirs_was) != family(ours_was)):
         skip_what_is_newer(their_kind, theirs_was)

@@ -13,7 +13,7 @@ import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
 from symcomm.c10d.enums import ErrorType
-from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, ranks, text, timeout_of, with_half
+from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, sizes, text, timeout_of, with_half
 from symcomm.ops import OPS
 from symcomm.torch_backend.group import TorchGroup
 
@@ -25,7 +25,7 @@ class AnyBackendOptions(Options):
     backend = Option("", None)
     _timeout = Option(DEFAULT_TIMEOUT, timeout_of)
     group_name = Option("", text)
-    global_ranks_in_group = Option([], ranks)
+    global_ranks_in_group = Option([], sizes)
     enable_reconfigure = Option(False, flag)
 
 
@@ -35,7 +35,8 @@ class _BackendOptions(AnyBackendOptions):
     __slots__ = ()
 
     def __init__(self, backend: str, timeout: timedelta = DEFAULT_TIMEOUT):
-        self._half.__init__(self, text("Backend.Options: backend", backend))
+        backend = text("Backend.Options: backend", backend)
+        self._half.__init__(self, backend)
         self._values = {"backend": backend}  # type: ignore[misc]  # the subclass's slot
         self._timeout = timeout
 

@@ -21,7 +21,7 @@ from symcomm.group.request import to_redop
 from symcomm.store import Store
 from symcomm.torch_backend.reduce_ops import redop_for_torch
 from symcomm.torch_backend.stores import as_torch_store
-from symcomm.torch_backend.values import duration, flag, integer, optional, ranks, short, text, timeout_of
+from symcomm.torch_backend.values import duration, flag, integer, optional, ranks, short, sizes, text, timeout_of
 from symcomm.types import RedOpType, ReduceOp, make_premul_sum
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "BarrierOptions", "BroadcastOptions", "GatherOptions", "Options", "PutOptions", "ReconfigureOptions",
     "ReduceOptions", "ReduceScatterOptions", "ScatterOptions", "SignalOptions", "WaitSignalOptions",
     "_DistributedBackendOptions", "_make_nccl_premul_sum", "duration", "flag", "for_torch", "integer", "ranks", "short",
-    "text", "timeout_of", "with_half",
+    "sizes", "text", "timeout_of", "with_half",
 ]  # fmt: skip
 
 NO_TIMEOUT = timedelta(milliseconds=-1)  # "the group's own"

@@ -11,14 +11,14 @@ the keys that did not come, when ``timeout`` seconds (300 unless set) have passe
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import re
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence, Set, ValuesView
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+from symcomm.arguments import as_flag, as_int, as_list, as_text
 from symcomm.errors import (
     CallerError,
     DeadlineError,
@@ -259,19 +259,13 @@ def to_bytes(call: str, value: object) -> bytes:
 
 def to_key(call: str, key: object) -> str:
     """A key as text."""
-    if isinstance(key, str):
-        if key.isascii():
-            return key
-        try:
-            return key.encode().decode()
-        except UnicodeEncodeError:
-            raise wrong_type(call, "key", key, "text that UTF-8 can hold") from None
-    if not isinstance(key, bytes | bytearray):
-        raise wrong_type(call, "key", key, "a str")
-    try:
-        return key.decode()
-    except UnicodeDecodeError:
-        raise bad_argument(call, "key", key, "a str") from None
+    if isinstance(key, str) and key.isascii():
+        return key
+    found = as_text(key)
+    if found is None:
+        refuse = bad_argument if isinstance(key, bytes | bytearray) else wrong_type
+        raise refuse(call, "key", key, "text that UTF-8 can hold" if isinstance(key, str) else "a str")
+    return found
 
 
 def to_keys(call: str, keys: object) -> list[str]:
@@ -279,13 +273,11 @@ def to_keys(call: str, keys: object) -> list[str]:
     return [to_key(call, key) for key in _to_list(call, "keys", keys, "put brackets around a single key")]
 
 
-def _to_list(call: str, argument: str, items: object, fix: str = "") -> list[object]:
-    """What PyTorch takes for a list: sequences, sets and generators, but no dictionary."""
-    if not isinstance(items, str | bytes | Mapping) and (
-        hasattr(type(items), "__getitem__") or isinstance(items, Set | Generator | ValuesView | map | zip)
-    ):
-        return list(items)  # type: ignore[call-overload]
-    raise wrong_type(call, argument, items, "a list of str", fix)
+def _to_list(call: str, argument: str, items: object, fix: str = "") -> list[Any]:
+    found = as_list(items)
+    if found is None:
+        raise wrong_type(call, argument, items, "a list of str", fix)
+    return found
 
 
 def to_pairs(call: str, keys: object, values: object) -> list[tuple[str, bytes]]:
@@ -297,20 +289,10 @@ def to_pairs(call: str, keys: object, values: object) -> list[tuple[str, bytes]]
 
 
 def to_int(call: str, argument: str, number: object, within: range = _INT64, allowed: str = "") -> int:
-    """What PyTorch takes for an int: whatever can be one (of NumPy, a tensor), but for floats and text."""
-    found = number if type(number) is int else _as_int(number)
+    found = number if type(number) is int else as_int(number)
     if found is None or found not in within:
         raise wrong_type(call, argument, number, allowed or "an int that fits in 64 bits")
     return found
-
-
-def _as_int(number: Any) -> int | None:
-    if isinstance(number, float | str | bytes | bytearray):
-        return None
-    for convert in (operator.index, int):  # a tensor of floats refuses the first
-        with contextlib.suppress(Exception):
-            return convert(number)
-    return None
 
 
 def to_world_size(call: str, world_size: object) -> int:
@@ -321,11 +303,10 @@ def to_world_size(call: str, world_size: object) -> int:
 
 
 def to_flag(call: str, argument: str, flag: object) -> bool:
-    """What PyTorch takes for a bool: numbers and None, too, but nothing that merely has a length."""
-    if flag is None or hasattr(type(flag), "__bool__"):
-        with contextlib.suppress(Exception):  # an array of several
-            return bool(flag)
-    raise wrong_type(call, argument, flag, "a bool")
+    found = as_flag(flag)
+    if found is None:
+        raise wrong_type(call, argument, flag, "a bool")
+    return found
 
 
 def add_to(call: str, key: str, stored: bytes, amount: int) -> int:

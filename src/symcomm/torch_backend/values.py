@@ -5,25 +5,24 @@ Each function takes the argument's name, for the message, and the value; it retu
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, ItemsView, KeysView, Sequence, Set, ValuesView
+from collections.abc import Callable
 from datetime import timedelta
-from types import GeneratorType
 from typing import Any
 
 import torch
 
-from symcomm.errors import wrong_type
+from symcomm.arguments import as_flag, as_int, as_list, as_text
+from symcomm.errors import bad_argument, wrong_type
 from symcomm.types import RedOpType
-
-# What C++ turns into a vector, besides sequences that are not text.
-_ITERABLES = (Set, GeneratorType, KeysView, ValuesView, ItemsView, map, zip)
 
 
 def duration(name: str, value: Any) -> timedelta:
     """A timedelta, or seconds as a float."""
     if isinstance(value, float):
-        return timedelta(seconds=value)
+        try:
+            return timedelta(seconds=value)
+        except (OverflowError, ValueError):  # PyTorch's makes another time of it
+            raise bad_argument(name, "value", value, "a time that a timedelta can hold") from None
     if not isinstance(value, timedelta):
         raise wrong_type(name, "value", value, "a timedelta", "write timedelta(seconds=...)")
     return value
@@ -35,16 +34,15 @@ def timeout_of(name: str, value: Any) -> timedelta:
 
 
 def flag(name: str, value: Any) -> bool:
-    if isinstance(value, RedOpType) or (value is not None and not hasattr(type(value), "__bool__")):
+    found = None if isinstance(value, RedOpType) else as_flag(value)  # PyTorch's operations are no bools
+    if found is None:
         raise wrong_type(name, "value", value, "True or False")
-    return bool(value)
+    return found
 
 
 def integer(name: str, value: Any, bits: int = 64) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise wrong_type(name, "value", value, "an int") from None
+    if (number := as_int(value)) is None:
+        raise wrong_type(name, "value", value, "an int")
     if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
         raise wrong_type(name, "value", value, f"an int that fits in {bits} bits")
     return number
@@ -57,19 +55,18 @@ def short(name: str, value: Any) -> int:
 
 def size(name: str, value: Any) -> int:
     """A number of bytes, or an index: 64 bits without a sign."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise wrong_type(name, "value", value, "an int") from None
+    if (number := as_int(value)) is None:
+        raise wrong_type(name, "value", value, "an int")
     if not 0 <= number < 2**64:
         raise wrong_type(name, "value", value, "an int from 0 to 2**64 - 1")
     return number
 
 
 def text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
+    found = as_text(value)
+    if found is None:
         raise wrong_type(name, "value", value, "a str")
-    return value
+    return found
 
 
 def device(name: str, value: Any) -> torch.device:
@@ -90,9 +87,10 @@ def tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def _list_of(name: str, value: Any, kind: Callable[[str, Any], Any], words: str) -> list[Any]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, *_ITERABLES)):
+    items = None if isinstance(value, torch.Tensor) else as_list(value)
+    if items is None:
         raise wrong_type(name, "value", value, f"a list of {words}")
-    return [kind(name, item) for item in value]
+    return [kind(name, item) for item in items]
 
 
 def tensors(name: str, value: Any) -> list[torch.Tensor]:

@@ -23,7 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from symcomm.errors import bad_argument
+from symcomm.arguments import as_text
+from symcomm.errors import bad_argument, wrong_type
 from symcomm.group.hook_classes import unhealthy_backends
 from symcomm.memory.arena import current_arena, has_arena
 from symcomm.memory.flight import read_groups
@@ -45,10 +46,10 @@ _lock = threading.Lock()
 def register_handler(name: str, handler: Handler) -> None:
     """Serve ``handler(request, response)`` at ``POST /handler/NAME`` of every server of this process.
 
-    Raises: TypeError, ValueError for a name that is taken."""
-    if not isinstance(name, str) or not callable(handler):
-        given = (type(name).__name__, type(handler).__name__)
-        raise TypeError(f"_register_handler: takes a name (str) and a function of request and response, got {given}.")
+    Raises: WrongTypeError, ValueError for a name that is taken."""
+    name = _named("_register_handler", name)
+    if not callable(handler):
+        raise wrong_type("_register_handler", "handler", handler, "a function of request and response")
     with _lock:
         if name in _handlers:
             raise ValueError(f"Handler {name} already registered")
@@ -56,11 +57,19 @@ def register_handler(name: str, handler: Handler) -> None:
 
 
 def get_handler(name: str) -> Handler:
-    """The handler of that name, ours or PyTorch's. Raises: ValueError when there is none."""
+    """The handler of that name, ours or PyTorch's. Raises: WrongTypeError, ValueError when there is none."""
+    name = _named("_get_handler", name)
     handler = _handlers.get(name) or _torchs_handler(name)
     if handler is None:
         raise ValueError(f"Failed to find handler {name}")
     return handler
+
+
+def _named(call: str, name: Any) -> str:
+    found = as_text(name)
+    if found is None:
+        raise wrong_type(call, "name", name, "a str")
+    return found
 
 
 def get_handler_names() -> list[str]:
