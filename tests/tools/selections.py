@@ -53,7 +53,7 @@ MAIN_ONLY = (
     "integrations", "joint_copies", "layers", "leaving", "litmus", "model", "p2p", "ray", "reconfigure",
     "reconfigure_deaths", "reduce_kernels", "reentrant", "refusals", "site", "sites", "soak_short", "spawn", "standoff",
     "stops", "store_kept_socket", "stream", "top_browser", "top_feed", "trace_failures", "trace_live",
-    "trace_timing", "trust", "visits", "waiting", "waking", "workflow",
+    "trace_timing", "trust", "views_without_torch", "visits", "waiting", "waking", "workflow",
 )  # fmt: skip
 
 # What takes longest, longest first: `make test` begins with it.

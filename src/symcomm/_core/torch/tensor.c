@@ -204,7 +204,7 @@ void tensors_change(PyObject *tensors) {
 }
 
 static bool is_tracked(PyObject *tensor) {
-    if (!is_tensor(tensor)) return false;
+    if (!is_grad_enabled || !is_tensor(tensor)) return false; /* NULL: nobody said what autograd is */
     if (layout.object_at && asks_requires_grad) {
         if (!asks_requires_grad(cpp_object(tensor))) return false;
     } else {
