@@ -94,10 +94,6 @@ def blocks(node: Any, ours: Callable[[Any], Any]) -> bool:
     return decided.get(node, False)
 
 
-def some_overlap(graph: Any, ours: Callable[[Any], Any]) -> bool:
-    return any(not blocks(node, ours) for node in collectives_of(graph, ours))
-
-
 def _blocks(node: Any, group: Any) -> bool:
     if node.target._opname not in _CAN_BLOCK or not waits_of(node):  # no waits: they are in another graph
         return False

@@ -582,9 +582,6 @@ class CudaGroup(CudaExecution):
                 self.failures.departure.leave()
 
 
-DeviceGroup = CudaGroup  # its name so far
-
-
 def _hold_stages(departure: Departure, stages: list[PoolBuffer]) -> None:
     """A group is gone: its peers may still read its staging areas, and write them."""
     if stages:

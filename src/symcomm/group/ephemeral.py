@@ -16,7 +16,7 @@ class EphemeralTimeouts(HookCalls):
     """Mixed into ProcessGroup."""
 
     timeout_ns: int
-    extended_ns = 0  # what of _timeout_ns is extensions
+    extended_ns = 0  # what of timeout_ns is extensions
     _failure_lock: Any
 
     def add_ephemeral_timeout(self, timeout: float | timedelta) -> None:

@@ -3,7 +3,7 @@
 Handing a call to the group's thread and being woken by it costs several times what a small operation costs. When all
 other ranks have reached the same call, none of them needs anything from this rank but the operation itself: running it
 inline cannot deadlock. So a rank that makes a small asynchronous call announces it (``group_announce`` in
-_core/group.c), and polls for a moment whether the others do.
+the core), and polls for a moment whether the others do.
 """
 
 from __future__ import annotations

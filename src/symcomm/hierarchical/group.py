@@ -230,7 +230,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
 
     def __repr__(self) -> str:
         hosts = len(self.layout.hosts)
-        return f"<HostsGroup {self.name!r}: rank {self.rank} of {self.size}, host {self.layout.host} of {hosts}>"
+        return f"<HierarchicalGroup {self.name!r}: rank {self.rank} of {self.size}, host {self.layout.host} of {hosts}>"
 
     # --- running ----------------------------------------------------------------------------------------------
 

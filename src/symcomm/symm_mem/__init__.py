@@ -1,11 +1,13 @@
 """Symmetric memory for tensors: allocate, meet, read and write each other's, signal.
 
-allocate.py    tensors in this rank's arena: empty, zeros, empty_strided_p2p
-handle.py      rendezvous() and the SymmetricMemory it returns: peers' buffers, signals, barrier
+allocate.py    empty, zeros, empty_strided_p2p; rendezvous(), by which ranks learn where each other's memory is
+handle.py      the SymmetricMemory that it returns: peers' buffers, signals, barrier
+place.py       what a CPU and a GPU each do in their own way
+on_cpu.py      for tensors in this rank's arena
+on_gpu.py      for tensors in a GPU's memory
 groups.py      which group is meant: ours, torch's, a name, None
 words.py       memset32 and stream_write_value32
 settings.py    backend and signal pad size
-on_gpu.py      the same for tensors in a GPU's memory
 symmetrize.py  re-homes existing tensors and modules
 install.py     torch's own entrances and operators lead here for CPU tensors
 
@@ -15,9 +17,17 @@ first tensor is made, not before.
 
 from __future__ import annotations
 
-from symcomm.symm_mem.allocate import empty, empty_strided_p2p, is_symm_mem_tensor, memory_stats, trim, zeros
+from symcomm.symm_mem.allocate import (
+    empty,
+    empty_strided_p2p,
+    is_symm_mem_tensor,
+    memory_stats,
+    rendezvous,
+    trim,
+    zeros,
+)
 from symcomm.symm_mem.groups import set_group_info
-from symcomm.symm_mem.handle import SymmetricMemory, rendezvous
+from symcomm.symm_mem.handle import SymmetricMemory
 from symcomm.symm_mem.install import install, uninstall
 from symcomm.symm_mem.settings import (
     get_backend,

@@ -1,106 +1,55 @@
-"""Tensors in this rank's arena.
-
-The memory of a tensor is a ctypes array over a piece of the arena. torch keeps it alive while any tensor, view or
-storage over it lives; when the last one goes, the piece returns to the arena.
-"""
+"""Symmetric tensors: making them, and ranks learning where each other's are. The same calls for CPUs and GPUs."""
 
 from __future__ import annotations
 
-import ctypes
-import operator
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
-from symcomm.group import registry
-from symcomm.memory.arena import Arena, bytes_type, current_arena
+from symcomm.group.process_group import ProcessGroup
+from symcomm.memory.arena import current_arena
+from symcomm.symm_mem.groups import find_group
+from symcomm.symm_mem.handle import SymmetricMemory, check_dtype, to_sizes
+from symcomm.symm_mem.on_cpu import OnCPU
+from symcomm.symm_mem.place import Allocation, Place
 
 if TYPE_CHECKING:
     import torch
 
-Memory = Any  # a ctypes array with an attribute ``allocation``: whoever holds it keeps the bytes
+_on_cpu = OnCPU()
 
 
-class Allocation:
-    """What is known of a piece of memory. The memory holds it, never the other way round."""
+def place_of(device: torch.device) -> Place | None:
+    """Who has symmetric memory on such a device; None for those that have none."""
+    if device.type == "cpu":
+        return _on_cpu
+    if device.type != "cuda":
+        return None
+    from symcomm.symm_mem.on_gpu import OnGPU
 
-    def __init__(self, arena: Arena, address: int, nbytes: int):
-        self.arena = arena
-        self.address = address
-        self.nbytes = nbytes
-        self.group_name: Any = None  # or the group itself, that rendezvous() uses unless told another
-        self.peer_memories: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by group, see handle.py
-
-    @property
-    def offset(self) -> int:
-        """Where it begins in its arena."""
-        return self.arena.offset_of(self.address, self.nbytes)
+    return OnGPU()
 
 
-_memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()  # by address
-_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # all that something was allocated in
-
-
-def allocate(arena: Arena, nbytes: int) -> Memory:
-    """Fresh memory; its content is whatever was there before."""
-    memory: Memory = arena.buffer(max(nbytes, 1))
-    memory.allocation = Allocation(arena, ctypes.addressof(memory), nbytes)
-    _memories[memory.allocation.address] = memory
-    _arenas.add(arena)
-    return memory
-
-
-def find_memory(address: int) -> Memory | None:
-    """The memory that an address lies in, or None."""
-    memory = _memories.get(address)
-    if memory is not None or not any(a.base <= address < a.base + a.nbytes for a in list(_arenas)):
-        return memory
-    for start, candidate in list(_memories.items()):  # an address inside, as symmetrize(flat=True) makes them
-        if start <= address < start + max(candidate.allocation.nbytes, 1):
-            return candidate
-    return None
-
-
-def part_of(memory: Memory, offset: int, nbytes: int) -> Memory:
-    """Some bytes of ``memory``, which they keep alive."""
-    return bytes_type(max(nbytes, 1)).from_buffer(memory, offset)
-
-
-def storage_over(buffer: Any) -> torch.UntypedStorage:
-    """A torch storage over the bytes of a ctypes array, which it keeps alive."""
+def _find(tensor: Any) -> tuple[Place, Any, Allocation] | None:
+    """Where a tensor is, its memory and what is known of it; None for ordinary memory."""
     import torch
 
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    place = place_of(tensor.device) if tensor.layout is torch.strided else None
+    found = None if place is None else place.find(tensor)
+    return None if place is None or found is None else (place, *found)
 
 
-def to_sizes(call: str, name: str, values: Any) -> tuple[int, ...]:
-    try:
-        sizes = tuple(operator.index(v) for v in values)
-    except TypeError:
-        raise errors.bad_argument(call, name, values, "a sequence of ints") from None
-    if any(s < 0 for s in sizes):
-        raise errors.bad_argument(call, name, sizes, "a sequence of ints that are not negative")
-    return sizes
-
-
-def check_dtype(call: str, dtype: Any) -> None:
-    import torch
-
-    if not isinstance(dtype, torch.dtype):
-        raise errors.bad_argument(call, "dtype", dtype, "a torch.dtype")
-
-
-def _check_device(call: str, device: Any) -> torch.device:
+def _check_device(call: str, device: Any) -> tuple[torch.device, Place]:
     import torch
 
     try:
-        place = torch.get_default_device() if device is None else torch.device(device)
+        chosen = torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise errors.bad_argument(call, "device", device, "'cpu' or 'cuda'") from None
-    if place.type not in ("cpu", "cuda"):
-        raise errors.bad_argument(call, "device", str(place), "'cpu' or 'cuda'")
-    return place
+    place = place_of(chosen)
+    if place is None:
+        raise errors.bad_argument(call, "device", str(chosen), "'cpu' or 'cuda'")
+    return chosen, place
 
 
 def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
@@ -142,60 +91,58 @@ def empty_strided_p2p(
     import torch
 
     call = "empty_strided_p2p"
-    place = _check_device(call, device)
+    chosen, place = _check_device(call, device)
     check_dtype(call, dtype)
     sizes, strides = to_sizes(call, "size", size), to_sizes(call, "stride", stride)
     if len(sizes) != len(strides):
         raise errors.bad_argument(call, "stride", strides, f"as long as size {sizes}")
     last = 0 if 0 in sizes else 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     nbytes = last * dtype.itemsize
-    if place.type == "cuda":
-        from symcomm.symm_mem import on_gpu
-
-        return on_gpu.empty_strided(sizes, strides, nbytes, dtype, place, group_name, alloc_id)
-    arena = _arena_of(group_name)
-    memory = allocate(arena, nbytes) if alloc_id is None else _persistent(arena, alloc_id, nbytes)
-    memory.allocation.group_name = group_name
-    part = part_of(memory, 0, nbytes)
-    if alloc_id is not None:
-        _lent[arena, alloc_id] = part
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(part), 0, sizes, strides)
+    storage, where = place.new(nbytes, chosen, group_name, alloc_id)
+    return torch.empty(0, dtype=dtype, device=where).set_(storage, 0, sizes, strides)
 
 
-def _arena_of(group_name: Any) -> Arena:
-    group = registry.find(group_name) if isinstance(group_name, str) else getattr(group_name, "core", group_name)
-    return current_arena() if group is None else group.arena
+def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
+    """Every rank of ``group`` calls it with its tensor from ``symm_mem.empty``, all of one size.
+
+    ``group``: one of ours, one of torch.distributed's on our backend, the name of either, or None for the default
+    group: ours, or else torch's. The ranks talk to each other the first time only; after that the same memory gives
+    the same answer at once.
+
+    Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, ResourceError.
+    """
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise errors.bad_argument("rendezvous", "tensor", type(tensor).__name__, "a tensor from symm_mem.empty")
+    found = _find(tensor)
+    if found is None:
+        what = f"a tensor in ordinary memory of {tensor.device}"
+        how = (place_of(tensor.device) or _on_cpu).how
+        raise errors.bad_argument("rendezvous", "tensor", what, "in symmetric memory", how)
+    place, memory, allocation = found
+    chosen = find_group("rendezvous", allocation.group_name if group is None else group)
+    if chosen not in allocation.peer_memories:
+        allocation.peer_memories[chosen] = place.meet(memory, chosen)
+    return _handle(tensor, chosen, memory, allocation)
 
 
-_kept: weakref.WeakKeyDictionary[Arena, dict[int, Memory]] = weakref.WeakKeyDictionary()  # by alloc_id, for ever
-_lent: weakref.WeakValueDictionary[tuple[Arena, int], Memory] = weakref.WeakValueDictionary()  # while a tensor lives
+def find_meeting(tensor: torch.Tensor, preferred: ProcessGroup | None = None) -> SymmetricMemory | None:
+    """The handle of the only group that the tensor's memory has met with, or of the preferred one among several; None
+    where there is none."""
+    found = _find(tensor)
+    if found is None:
+        return None
+    _, memory, allocation = found
+    groups = list(allocation.peer_memories)
+    if len(groups) != 1:
+        groups = [group for group in groups if group is preferred]
+    return _handle(tensor, groups[0], memory, allocation) if groups else None
 
 
-def _persistent(arena: Arena, alloc_id: int, nbytes: int) -> Memory:
-    kept = _kept.setdefault(arena, {})
-    if (arena, alloc_id) in _lent:
-        raise still_active(alloc_id)
-    if alloc_id not in kept:
-        kept[alloc_id] = allocate(arena, nbytes)
-    known = kept[alloc_id].allocation.nbytes
-    if known != nbytes:
-        raise other_size(alloc_id, nbytes, known)
-    return kept[alloc_id]
-
-
-def still_active(alloc_id: int) -> errors.BadArgumentError:
-    """In the words of torch's own, which scripts may look for; so is the next."""
-    return errors.BadArgumentError(
-        f"empty_strided_p2p: can not allocate with alloc_id == {alloc_id} because a previous allocation with the same "
-        "alloc_id is still active; drop that tensor first, or use another id."
-    )
-
-
-def other_size(alloc_id: int, nbytes: int, known: int) -> errors.BadArgumentError:
-    return errors.BadArgumentError(
-        f"empty_strided_p2p: requested allocation size ({nbytes}) is different from the size of a previous allocation "
-        f"with the same alloc_id {alloc_id} ({known}); use another id."
-    )
+def _handle(tensor: torch.Tensor, group: ProcessGroup, memory: Any, allocation: Allocation) -> SymmetricMemory:
+    offset = tensor.untyped_storage().data_ptr() - allocation.address
+    return SymmetricMemory(group, memory, allocation.peer_memories[group], offset)
 
 
 def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
@@ -204,15 +151,7 @@ def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
     Raises: nothing."""
     import torch
 
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        return False
-    if tensor.is_cuda:
-        from symcomm.symm_mem import on_gpu
-
-        return on_gpu.find_piece(tensor) is not None
-    if not tensor.is_cpu:
-        return False
-    return find_memory(tensor.untyped_storage().data_ptr()) is not None
+    return isinstance(tensor, torch.Tensor) and _find(tensor) is not None
 
 
 def memory_stats() -> dict[str, int]:

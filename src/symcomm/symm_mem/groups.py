@@ -9,7 +9,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.group import registry
 from symcomm.group.default import default_group, is_initialized, join_ranks
-from symcomm.group.local import LocalGroup
+from symcomm.group.factory import make_group
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.memory.arena import current_arena
 
@@ -82,7 +82,7 @@ def _announced_group(name: str) -> ProcessGroup | None:
     check = None
     if all_ranks is not None and (all_ranks.rank, all_ranks.size) == (rank, world):
         check = all_ranks.watch(range(world), f"making group {name!r}")
-    make = partial(LocalGroup, name=name)
+    make = partial(make_group, name=name)
     _made[key] = join_ranks(meeting_place, rank, world, DEFAULT_TIMEOUT, make, check=check)
     return _made[key]
 

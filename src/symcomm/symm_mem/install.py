@@ -18,7 +18,7 @@ from symcomm import errors
 from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem import allocate, settings, words
 from symcomm.symm_mem.groups import find_group, is_known
-from symcomm.symm_mem.handle import SymmetricMemory, rendezvous
+from symcomm.symm_mem.handle import SymmetricMemory
 from symcomm.undo import Switch, Undo, all_of, replace
 
 _operators = "symcomm.torch_backend.symm_ops"  # above this layer, so it is loaded by name
@@ -85,7 +85,7 @@ def _is_on_cpu(tensor: Any) -> bool:
 
 def meet(tensor: Any, group_name: Any = None) -> SymmetricMemory | None:
     """As torch has it: None for a tensor that is not in symmetric memory."""
-    return rendezvous(tensor, group_name) if allocate.is_symm_mem_tensor(tensor) else None
+    return allocate.rendezvous(tensor, group_name) if allocate.is_symm_mem_tensor(tensor) else None
 
 
 _workspaces: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
@@ -99,7 +99,7 @@ def workspace(group_name: Any, min_size: int) -> SymmetricMemory:
     tensor = _workspaces.get(group)
     if tensor is None or tensor.numel() < min_size:
         tensor = _workspaces[group] = allocate.empty(min_size, dtype=torch.uint8, device="cpu")
-    return rendezvous(tensor, group)
+    return allocate.rendezvous(tensor, group)
 
 
 def _wants_cpu_workspace(group_name: str, min_size: int) -> bool:

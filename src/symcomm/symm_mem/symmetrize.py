@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from symcomm import errors
 from symcomm.memory.arena import current_arena
-from symcomm.symm_mem.allocate import allocate, find_memory, part_of, storage_over
+from symcomm.symm_mem.on_cpu import allocate, find_memory, part_of, storage_over
 
 if TYPE_CHECKING:
     import torch

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm._core import native
+from symcomm.symm_mem.allocate import place_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,18 +36,19 @@ def _check(call: str, tensor: Any, offset: int, val: int, count: int) -> None:
         )
 
 
+def _write(tensor: torch.Tensor, offset: int, val: int, count: int | None) -> None:
+    place = place_of(tensor.device)
+    assert place is not None, "checked"
+    place.write_words(tensor, offset, val, count)
+    native.change_tensors(tensor)
+
+
 def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
     """Set ``count`` words from word ``offset`` on to ``val``.
 
     Raises: BadArgumentError."""
     _check("memset32", input, offset, val, count)
-    if input.is_cuda:
-        from symcomm.symm_mem import on_gpu
-
-        on_gpu.fill_words(input, offset, val, count)
-    else:
-        native.write_words(input.data_ptr() + 4 * offset, val, count)
-    native.change_tensors(input)
+    _write(input, offset, val, count)
     return input
 
 
@@ -55,11 +57,5 @@ def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Te
 
     Raises: BadArgumentError."""
     _check("stream_write_value32", input, offset, val, 1)
-    if input.is_cuda:
-        from symcomm.symm_mem import on_gpu
-
-        on_gpu.write_word(input, offset, val)
-    else:
-        native.write_words(input.data_ptr() + 4 * offset, val, 1)
-    native.change_tensors(input)
+    _write(input, offset, val, None)
     return input

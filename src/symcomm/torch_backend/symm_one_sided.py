@@ -12,9 +12,9 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import format_ranks
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
-from symcomm.symm_mem.allocate import find_memory
+from symcomm.symm_mem.allocate import find_meeting, rendezvous
 from symcomm.symm_mem.groups import look_up
-from symcomm.symm_mem.handle import SymmetricMemory, find_meeting, rendezvous
+from symcomm.symm_mem.handle import SymmetricMemory
 
 MOST_PAUSE = 1e-3  # seconds between looks at a word that does not come soon
 
@@ -34,14 +34,10 @@ def _counterpart(call: str, handle: SymmetricMemory, tensor: Tensor, peer: int) 
 
 def _met(call: str, tensor: Tensor) -> SymmetricMemory:
     """The handle to ``tensor``. These calls name no group and one rank alone makes them, so it must exist already."""
-    handle = find_meeting(tensor)
+    handle = find_meeting(tensor, look_up(None))
     if handle is None:
-        found = find_memory(tensor.untyped_storage().data_ptr())
-        group = look_up(None)
-        if found is None or group is None or group not in found.allocation.peer_memories:
-            fix = "call rendezvous(tensor, group) on every rank first"
-            raise errors.bad_argument(call, "tensor", "one that met with no group", "a symmetric tensor", fix)
-        handle = rendezvous(tensor, group)
+        fix = "call rendezvous(tensor, group) on every rank first"
+        raise errors.bad_argument(call, "tensor", "one that met with no group", "a symmetric tensor", fix)
     return handle
 
 

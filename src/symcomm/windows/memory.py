@@ -13,7 +13,7 @@ from symcomm.group.buffers import Buffer, read_buffer, torch_dtypes
 from symcomm.group.failure import explain_peer
 from symcomm.group.segments import Segment, Shortcut, TensorRef, owner_of
 from symcomm.memory.arena import bytes_type
-from symcomm.symm_mem.allocate import storage_over
+from symcomm.symm_mem.on_cpu import storage_over
 from symcomm.symm_mem.symmetrize import symmetrize
 from symcomm.types import DType
 from symcomm.windows.works import SignalWork

@@ -1,0 +1,119 @@
+"""Where symmetric memory can be: what a CPU (on_cpu.py) and a GPU (on_gpu.py) each do in their own way."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from symcomm import errors
+from symcomm.errors import format_ranks
+from symcomm.group.process_group import ProcessGroup
+from symcomm.symm_mem import settings
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Allocation:
+    """What is known of a piece of memory. Whoever holds the memory keeps this, never the other way round."""
+
+    def __init__(self, address: int, nbytes: int):
+        self.address = address
+        self.nbytes = nbytes
+        self.group_name: Any = None  # or the group itself, that rendezvous() uses unless told another
+        self.peer_memories: weakref.WeakKeyDictionary[ProcessGroup, PeerMemory] = weakref.WeakKeyDictionary()
+
+
+class PeerMemory(ABC):
+    """Where every rank of a group has the same piece of memory, and its signal pad. Lives as long as our own piece."""
+
+    device: torch.device
+    buffers: list[int]  # addresses, by rank
+    pad_addresses: list[int]
+
+    def __init__(self, group: ProcessGroup, nbytes: int):
+        self.group = group
+        self.nbytes = nbytes
+        self.pad_bytes = settings.get_signal_pad_size()
+
+    def exchange(self, **info: Any) -> list[dict[str, Any]]:
+        """What every rank says of its memory: a collective. Refused where sizes differ."""
+        info |= {"nbytes": self.nbytes, "pad_bytes": self.pad_bytes}
+        infos = [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(info).encode())]
+        self._check_alike("nbytes", "allocated", infos, "allocate the same size on every rank")
+        fix = "call set_signal_pad_size alike on every rank"
+        self._check_alike("pad_bytes", "asked for signal pads of", infos, fix)
+        return infos
+
+    def _check_alike(self, key: str, verb: str, infos: Sequence[dict[str, Any]], fix: str) -> None:
+        by_size: dict[int, list[int]] = {}
+        for rank, info in enumerate(infos):
+            by_size.setdefault(info[key], []).append(rank)
+        if len(by_size) > 1:
+            sides = "; ".join(
+                f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} {verb} {size} bytes"
+                for size, ranks in by_size.items()
+            )
+            raise errors.CollectiveMismatchError(
+                f"rendezvous on group {self.group.name!r}: sizes differ: {sides}; {fix}."
+            )
+
+    @property
+    @abstractmethod
+    def arrays(self) -> tuple[int, int]:
+        """Addresses of the arrays of buffers and of signal pads, for kernels."""
+
+    @abstractmethod
+    def storage(self, address: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
+        """Bytes of some rank's buffer or pad; they hold ``keeps``."""
+
+    @abstractmethod
+    def barrier(self, what: str, channel: int, timeout_ns: int) -> None: ...
+
+    @abstractmethod
+    def put(self, what: str, rank: int, channel: int, timeout_ns: int) -> None: ...
+
+    @abstractmethod
+    def take(self, what: str, rank: int, channel: int, timeout_ns: int) -> None: ...
+
+
+class Place(ABC):
+    """A kind of memory. ``how``: how tensors get there, for errors."""
+
+    how: str
+
+    @abstractmethod
+    def new(
+        self, nbytes: int, device: torch.device, group_name: Any, alloc_id: int | None
+    ) -> tuple[torch.UntypedStorage, torch.device]:
+        """Fresh memory, and on which device. Its content is whatever was there before."""
+
+    @abstractmethod
+    def find(self, tensor: torch.Tensor) -> tuple[Any, Allocation] | None:
+        """The memory that a tensor lies in, or None for ordinary memory."""
+
+    @abstractmethod
+    def meet(self, memory: Any, group: ProcessGroup) -> PeerMemory:
+        """Every rank of the group is here with its piece."""
+
+    @abstractmethod
+    def write_words(self, tensor: torch.Tensor, offset: int, value: int, count: int | None) -> None:
+        """Set ``count`` 32-bit words. With None it is one, and whoever sees it sees everything written before."""
+
+
+def still_active(alloc_id: int) -> errors.BadArgumentError:
+    """In the words of torch's own, which scripts may look for; so is the next."""
+    return errors.BadArgumentError(
+        f"empty_strided_p2p: can not allocate with alloc_id == {alloc_id} because a previous allocation with the same "
+        "alloc_id is still active; drop that tensor first, or use another id."
+    )
+
+
+def other_size(alloc_id: int, nbytes: int, known: int) -> errors.BadArgumentError:
+    return errors.BadArgumentError(
+        f"empty_strided_p2p: requested allocation size ({nbytes}) is different from the size of a previous allocation "
+        f"with the same alloc_id {alloc_id} ({known}); use another id."
+    )
