@@ -1,4 +1,4 @@
-"""Giving up asynchronous operations (`_core/exec/async.c`, `_core/sync/sync.c`), on weak memory.
+"""Giving up asynchronous operations (`_core/exec/async.c`, `_core/sync/wait.c`), on weak memory.
 
 A rank's own thread runs three operations; another thread of it waits no longer for the second. The thread must end that
 one, whatever it waits for, and the third has all the time it needs if the second ended well. Peers come at any time, or
@@ -32,8 +32,8 @@ OPERATIONS, GIVEN_UP = 3, 2
 MUTANTS = {
     "does not wake": "async_give_up(): no sync_wake_own()",
     "says so after it rang": "async_give_up(): raises given_up after it has rung",
-    "doorbell read late": "sleep_until(): reads the doorbell after it looked at given_up",
-    "not looked at asleep": "sleep_until(): no look at given_up",
+    "doorbell read late": "sleep_until_over(): reads the doorbell after it looked at given_up",
+    "not looked at asleep": "sleep_until_over(): no look at given_up",
     "never ended": "work(): does not count what has ended",
 }
 
@@ -44,7 +44,7 @@ def has_given_up() -> Steps:
     return given_up > ended
 
 
-def sleep_until(operation: int, without: str) -> Steps:
+def sleep_until_over(operation: int, without: str) -> Steps:
     """The wait for the peer's arrival, with an open end."""
     while True:
         late = without == "doorbell read late"
@@ -65,7 +65,7 @@ def run(operation: int, without: str) -> Steps:
         return "late"
     if (yield load("arrived", ACQUIRE)) >= operation:
         return "ok"
-    return (yield from sleep_until(operation, without))
+    return (yield from sleep_until_over(operation, without))
 
 
 def worker(without: str) -> Steps:

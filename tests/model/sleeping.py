@@ -1,4 +1,5 @@
-"""Sleeping and waking (`_core/sync/sync.c`): no wake-up is lost, whoever arrives, fails or aborts in whatever order.
+"""Sleeping and waking (`_core/sync/wait.c`, `_core/sync/sync.c`): no wake-up is lost, whoever arrives, fails or aborts
+in whatever order.
 
 Every rank arrives, then waits until all have arrived. Sleeps end by a wake-up alone: the 10 ms slices in which the core
 looks for dead peers would hide a lost one, so they exist here only once somebody has died.
@@ -34,13 +35,13 @@ WORDS = ("seq", "sleeping", "target", "doorbell", "abort", "life")
 MUTANTS = {
     "sleeper without a fence": "publish_condition: no atomic_thread_fence",
     "signaller without a fence": "sync_wake_peers: no atomic_thread_fence",
-    "no second look": "sleep_until: sleeps without looking again after it has published what it waits for",
-    "doorbell read late": "sleep_until: reads the doorbell after it looked again",
+    "no second look": "sleep_until_over: sleeps without looking again after it has published what it waits for",
+    "doorbell read late": "sleep_until_over: reads the doorbell after it looked again",
     "doorbell not moved": "ring: wakes without changing the doorbell",
     "failure does not ring": "sync_fail: sets the abort word only",
-    "abort not looked at": "sleep_until: no look at the abort word after publishing",
+    "abort not looked at": "sleep_until_over: no look at the abort word after publishing",
     "given up, no second look": "is_over: does not look at the condition again after it saw the abort word",
-    "death not looked for": "sleep_until: no find_gone",
+    "death not looked for": "sleep_until_over: no find_gone",
 }
 
 
@@ -97,7 +98,7 @@ def find_gone(rank: int, target: int, world: int) -> Steps:
     return False
 
 
-def sleep_until(rank: int, target: int, world: int, without: str) -> Steps:
+def sleep_until_over(rank: int, target: int, world: int, without: str) -> Steps:
     while True:
         late = without == "doorbell read late"
         seen = None if late else (yield load(("doorbell", rank), ACQUIRE))
@@ -130,7 +131,7 @@ def member(rank: int, world: int, operations: int, without: str, sleeps: bool = 
         yield store(("seq", rank), seq, RELEASE)
         yield from wake_peers(rank, world, without)
         if sleeps and result == "ok":
-            result = yield from sleep_until(rank, seq, world, without)
+            result = yield from sleep_until_over(rank, seq, world, without)
         if result != "ok":
             break
     return result

@@ -1,4 +1,4 @@
-"""Failing and succeeding (`_core/sync/sync.c`, `_core/exec/exec.c`), on weak memory.
+"""Failing and succeeding (`_core/sync/fail.c`, `_core/exec/exec.c`), on weak memory.
 
 A rank that fails tells all others before it returns to its caller, who may then overwrite its tensors. A rank that has
 done its last step looks whether the operation was void before it says that it succeeded. So nobody succeeds who has

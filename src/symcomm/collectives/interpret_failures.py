@@ -1,6 +1,6 @@
 """Plays plans while a rank fails at some step, and proves that nobody succeeds with wrong values.
 
-What the core does when an operation fails (`_core/sync/sync.c`, `_core/exec/exec.c`), step by step and in any schedule
+What the core does when an operation fails (`_core/sync/fail.c`, `_core/exec/exec.c`), step by step and in any schedule
     telling    the rank that fails tells one rank after the other: stop, and this operation is void. Then its caller
                gets the tensors back and scribbles over them at once. It may be killed before it has told everybody
     learning   a rank whose wait does not hold stops when it was told, or when it waits for a dead one; it then tells

@@ -1,14 +1,13 @@
 #include "exec/async.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "module/module.h"
 #include "os/futex.h"
 #include "os/thread.h"
-#include "sync/backoff.h"
-#include "sync/sync.h"
+#include "sync/caller.h"
+#include "sync/wait.h"
 
 struct worker {
     struct group *group;
@@ -54,8 +53,10 @@ static void *work(void *argument) {
     struct worker *w = argument;
     struct group *g = w->group;
     struct request *r;
+    struct caller caller = {.awaited = NULL};
+    symcomm_caller = &caller;
     while ((r = take(w)) != NULL) {
-        symcomm_awaited = &r->awaited;
+        caller.awaited = &r->awaited;
         r->status = run_request(g, r);
         bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
         if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
@@ -66,7 +67,7 @@ static void *work(void *argument) {
             r->finished(r);
             atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
         }
-        symcomm_awaited = NULL;
+        caller.awaited = NULL;
         async_release(r);
     }
     if (w->on_exit) {
@@ -125,22 +126,39 @@ bool async_idle(struct group *g) {
     return w == NULL || atomic_load_explicit(&w->pending, memory_order_acquire) == 0;
 }
 
-enum wait_end { WAIT_DONE, WAIT_LATE, WAIT_INTERRUPTED };
+/* --- waiting ------------------------------------------------------------------------------------------------------ */
 
-static enum wait_end sleep_until_done(struct request *r, int64_t deadline) {
-    while (!atomic_load_explicit(&r->done, memory_order_acquire)) {
-        int64_t left = deadline ? deadline - symcomm_now_ns() : 100000000;
-        if (left <= 0) return WAIT_LATE;
-        long slept = futex_wait(&r->done, 0, left < 100000000 ? left : 100000000);
-        /* also when the time was up: a signal may have come just before we slept */
-        if (slept < 0 && errno != EAGAIN && symcomm_interrupted && symcomm_interrupted()) return WAIT_INTERRUPTED;
-    }
-    return WAIT_DONE;
+struct request_wait {
+    struct wait wait;
+    struct request *request;
+};
+
+static bool is_over(struct wait *w) {
+    return atomic_load_explicit(&((struct request_wait *)w)->request->done, memory_order_acquire);
+}
+
+static int give_up(struct wait *w, int status, int culprit) {
+    (void)w, (void)culprit;
+    return status;
+}
+
+static const struct wait_kind for_request = {.is_over = is_over, .give_up = give_up};
+
+/* The worker ends the request whatever happens, so nobody looks for dead peers here. */
+static int sleep_until_done(struct request *r, int64_t deadline) {
+    struct request_wait w = {
+        .wait = {.kind = &for_request, .bell = &r->done, .deadline = deadline},
+        .request = r,
+    };
+    return wait_loop(&w.wait);
 }
 
 /* The buffers are the caller's again when this returns, whatever signals come. */
 static void await_end(struct request *r) {
-    while (sleep_until_done(r, 0) != WAIT_DONE) symcomm_interrupted = NULL;
+    struct caller *c = symcomm_caller, nobody = {.outer = c};
+    symcomm_caller = &nobody;
+    sleep_until_done(r, 0);
+    symcomm_caller = c;
 }
 
 /* Ctrl-C: the operations before this one, and this one, end on every rank. */
@@ -153,13 +171,13 @@ static void abort_queue(struct group *g) {
 bool async_wait(struct request *r, int64_t timeout) {
     /* Our core is free meanwhile, the worker may keep one. */
     atomic_fetch_add_explicit(&r->awaited, 1, memory_order_relaxed);
-    enum wait_end end = sleep_until_done(r, timeout ? symcomm_now_ns() + timeout : 0);
-    if (end == WAIT_INTERRUPTED) {
+    int status = sleep_until_done(r, timeout ? symcomm_now_ns() + timeout : 0);
+    if (status == STATUS_INTERRUPTED) {
         abort_queue(r->group);
         await_end(r);
     }
     atomic_fetch_sub_explicit(&r->awaited, 1, memory_order_relaxed);
-    return end == WAIT_DONE;
+    return status == STATUS_OK;
 }
 
 void async_give_up(struct request *r) {

@@ -8,7 +8,7 @@
 
 #include "memory/life.h"
 #include "module/module.h"
-#include "sync/sync.h"
+#include "sync/fail.h"
 
 #define AT_ONCE (16 << 20) /* bytes read before the group is looked at again: some milliseconds */
 #define MAX_PROBED 256     /* buffers: two places of each make one system call of at most 1,024 */

@@ -5,7 +5,7 @@
 
 #include <sys/uio.h>
 
-#include "sync/sync.h"
+#include "sync/fail.h"
 
 /* What peers need in order to find out whether they may read this rank's memory. */
 void cma_introduce(const struct visit *v);

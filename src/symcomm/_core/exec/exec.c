@@ -1,8 +1,6 @@
 /* The plan executor: one call runs one rank's whole part in a collective. */
 #include "exec/exec.h"
 
-#include <unistd.h>
-
 #include "exec/cma.h"
 #include "exec/refusal.h"
 #include "group/group.h"
@@ -15,6 +13,7 @@
 #include "reduce/reduce.h"
 #include "reduce/types.h"
 #include "sync/sync.h"
+#include "sync/wait.h"
 
 #define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
 
@@ -303,16 +302,17 @@ static int run_whole(struct run *x) {
     return run_body(x, skip_head);
 }
 
-/* Whether some living rank may still write into outputs of the operation that has failed here. One that made another
+/* Whether no living rank can write any more into outputs of the operation that has failed here. One that made another
  * call finds that out before it would. */
-static bool is_written(struct run *x) {
+static bool is_left(void *context) {
+    struct run *x = context;
     for (int r = 0; r < x->g->world; r++) {
         struct arrival *a = arrival_of(x, r);
         if (r == x->g->rank || atomic_load(&a->seq) != x->g->seq || atomic_load(&a->left) == x->g->seq || differs(x, r))
             continue;
-        if (!life_has_ended(x->g->life[r])) return true;
+        if (!life_has_ended(x->g->life[r])) return false;
     }
-    return false;
+    return true;
 }
 
 /* The operation has failed here: make that known, and return when my tensors are mine alone again. A peer that writes
@@ -320,11 +320,9 @@ static bool is_written(struct run *x) {
  * whenever it wakes; it is left with the pages that it knows, and my tensor gets others. */
 static void abandon(struct run *x) {
     sync_void(x->v);
-    if (!x->p->writes_outputs || x->out_offset < 0 || !is_written(x)) return;
-    if (symcomm_before_waiting) symcomm_before_waiting();
-    int64_t end = symcomm_now_ns() + (x->g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
-    while (is_written(x) && symcomm_now_ns() < end) usleep(100);
-    if (x->g->own_process && is_written(x)) isolate(x->b->out[0], x->p->out_bytes);
+    if (!x->p->writes_outputs || x->out_offset < 0) return;
+    bool left = wait_briefly(is_left, x, x->g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
+    if (!left && x->g->own_process) isolate(x->b->out[0], x->p->out_bytes);
 }
 
 static bool fits(const struct group *g, const struct plan *p, const struct buffers *b) {

@@ -49,9 +49,11 @@ void refusal_keep(const struct visit *v, uint64_t seq, int rank) {
     uint32_t n = atomic_load_explicit(&from->refusal_length[seq & 1], memory_order_relaxed);
     if (all == NULL || n > REFUSAL_BYTES) return;
     pthread_mutex_lock(&all->lock);
-    struct refusal *r = &all->last[all->told++ % KEPT];
-    r->seq = seq, r->rank = rank, r->length = n;
-    shared_load(r->words, from->refusal_text[seq & 1], n);
+    if (all->told == 0 || all->last[(all->told - 1) % KEPT].seq != seq) { /* a wait may find it twice */
+        struct refusal *r = &all->last[all->told++ % KEPT];
+        r->seq = seq, r->rank = rank, r->length = n;
+        shared_load(r->words, from->refusal_text[seq & 1], n);
+    }
     pthread_mutex_unlock(&all->lock);
 }
 

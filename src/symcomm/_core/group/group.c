@@ -1,6 +1,5 @@
 /* Groups as Python sees them: capsules, whose classes are in symcomm/group. */
 #include <stdlib.h>
-#include <unistd.h>
 
 #include "exec/async.h"
 #include "exec/cma.h"
@@ -15,7 +14,8 @@
 #include "os/futex.h"
 #include "p2p/p2p.h"
 #include "sync/cores.h"
-#include "sync/sync.h"
+#include "sync/fail.h"
+#include "sync/wait.h"
 
 static void free_group(struct group *g) {
     blocks_free(g->blocks);
@@ -204,11 +204,13 @@ static PyObject *group_detach(PyObject *Py_UNUSED(self), PyObject *arg) {
     return g ? PyBool_FromLong(leave_is_done_by_all(g)) : NULL;
 }
 
-static bool is_put_to(const struct visit *v) {
+/* Whether no peer is in the middle of a put. */
+static bool is_put_over(void *context) {
+    const struct visit *v = context;
     const struct group *g = v->group;
     for (int r = 0; r < g->world; r++)
-        if (r != g->rank && atomic_load(&block_of(v, r)->putting) && !life_has_ended(g->life[r])) return true;
-    return false;
+        if (r != g->rank && atomic_load(&block_of(v, r)->putting) && !life_has_ended(g->life[r])) return false;
+    return true;
 }
 
 /* group_reclaim(group, ((address, bytes), ...)): the group was aborted. Returns once these pieces of memory, which were
@@ -220,14 +222,13 @@ static PyObject *group_reclaim(PyObject *Py_UNUSED(self), PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&O!", convert_group, &g, &PyTuple_Type, &pieces)) return NULL;
     struct visit visit;
     if (!visit_begin(&visit, g)) Py_RETURN_NONE;
-    bool busy;
+    bool over;
     Py_BEGIN_ALLOW_THREADS;
-    int64_t end = symcomm_now_ns() + (g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
     atomic_thread_fence(memory_order_seq_cst);
-    while ((busy = is_put_to(&visit)) && symcomm_now_ns() < end) usleep(100);
+    over = wait_briefly(is_put_over, &visit, g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
     Py_END_ALLOW_THREADS;
     visit_end(&visit);
-    for (Py_ssize_t i = 0; busy && g->own_process && i < PyTuple_Size(pieces); i++) {
+    for (Py_ssize_t i = 0; !over && g->own_process && i < PyTuple_Size(pieces); i++) {
         unsigned long long address;
         long long nbytes;
         if (!PyArg_ParseTuple(PyTuple_GetItem(pieces, i), "KL", &address, &nbytes)) return NULL;

@@ -44,7 +44,6 @@ struct group {
     _Atomic bool oversubscribed; /* there were more ranks than cores then */
     _Atomic bool needs_core;     /* the rank counts as one that may need a core for it */
     struct wait_counts waits;
-    _Atomic int64_t slices;                /* that waits have slept, for asking about signals now and then */
     bool own_process;                      /* no other rank of the group is a thread of this process */
     bool forked;                           /* this is a child's copy: the rank is its parent */
     void *kept;                            /* what it held on to, once it is dropped */

@@ -12,8 +12,9 @@
 #include "group/group.h"
 #include "memory/isolate.h"
 #include "memory/life.h"
-#include "os/clock.h"
-#include "sync/sync.h"
+#include "sync/caller.h"
+#include "sync/fail.h"
+#include "sync/wait.h"
 
 struct blocks {
     int rank, world;
@@ -140,7 +141,7 @@ static bool is_inside(const struct blocks *b) {
 bool visit_lock(struct visit *v, struct group *g) {
     struct blocks *b = g->blocks;
     if (is_inside(b)) return false;
-    symcomm_lock(&b->lock);
+    caller_lock(&b->lock);
     atomic_store_explicit(&b->holder, &this_thread, memory_order_relaxed);
     *v = make_visit(g, atomic_load_explicit(&b->left, memory_order_relaxed));
     return true;
@@ -153,16 +154,12 @@ void visit_unlock(struct visit *v) {
     leave_if_late(b);
 }
 
+static bool try_lock(void *lock) { return pthread_mutex_trylock(lock) == 0; }
+
 void visit_await_operation(const struct visit *v) {
     struct blocks *b = v->group->blocks;
     if (is_inside(b)) return;
-    bool over = pthread_mutex_trylock(&b->lock) == 0;
-    if (!over && symcomm_before_waiting) symcomm_before_waiting();
-    for (int64_t end = symcomm_now_ns() + LONG_ENOUGH_NS; !over && symcomm_now_ns() < end;) {
-        usleep(100);
-        over = pthread_mutex_trylock(&b->lock) == 0;
-    }
-    if (over) pthread_mutex_unlock(&b->lock);
+    if (wait_briefly(try_lock, &b->lock, LONG_ENOUGH_NS)) pthread_mutex_unlock(&b->lock);
 }
 
 bool visit_is_locked(const struct group *g) { return atomic_load(&g->blocks->holder) != NULL; }
@@ -189,7 +186,7 @@ void leave_end(struct visit *v) {
     for (struct visit *one = visits; one; one = one->outer) own += one->group == v->group;
     while (atomic_load(&b->visitors) > own) usleep(50); /* they notice that they were aborted */
     if (own == 0 && !is_inside(b)) {
-        symcomm_lock(&b->lock); /* once the operation that runs has ended; new ones are refused */
+        caller_lock(&b->lock); /* once the operation that runs has ended; new ones are refused */
         depart(b);
         pthread_mutex_unlock(&b->lock);
         return;

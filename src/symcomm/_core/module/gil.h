@@ -2,26 +2,38 @@
 #pragma once
 
 #include "module/module.h"
-#include "sync/sync.h"
+#include "sync/caller.h"
 
-/* Run a statement without the interpreter lock, while sync_wait() may ask now and then whether a signal handler raised.
+extern const struct caller_hooks python_caller;
+
+void gil_release(struct caller *c);
+/* False: the caller has it anyway. */
+static inline bool gil_take_back(struct caller *c) {
+    if (c->lock_state == NULL) return false;
+    PyEval_RestoreThread(c->lock_state);
+    c->lock_state = NULL;
+    return true;
+}
+
+static inline void gil_enter(struct caller *c, bool soon) {
+    *c = (struct caller){.hooks = &python_caller, .outer = symcomm_caller, .awaited = caller_awaited()};
+    symcomm_caller = c;
+    if (!soon) gil_release(c);
+}
+
+static inline void gil_leave(struct caller *c) {
+    gil_take_back(c);
+    symcomm_caller = c->outer;
+}
+
+/* Runs a statement without the interpreter lock; its waits may take the lock to ask whether a signal handler raised.
  * `soon`: it is expected to end within microseconds, so the lock, whose release and return cost 0.13 us, is only given
  * up once it turns out that there is something to wait for. */
-extern THREAD_LOCAL PyThreadState *gil_released;
-int gil_check_signals(void);
-void gil_release(void);
-uint32_t gil_ask_call_site(void);
-#define WITHOUT_GIL_UNLESS(soon, statement)                   \
-    do {                                                      \
-        symcomm_interrupted = gil_check_signals;              \
-        gil_released = NULL;                                  \
-        symcomm_before_waiting = gil_release;                 \
-        symcomm_call_site = gil_ask_call_site;                \
-        if (!(soon)) gil_release();                           \
-        statement;                                            \
-        if (gil_released) PyEval_RestoreThread(gil_released); \
-        symcomm_before_waiting = NULL;                        \
-        symcomm_call_site = NULL;                             \
-        symcomm_interrupted = NULL;                           \
+#define WITHOUT_GIL_UNLESS(soon, statement) \
+    do {                                    \
+        struct caller gil_caller;           \
+        gil_enter(&gil_caller, soon);       \
+        statement;                          \
+        gil_leave(&gil_caller);             \
     } while (0)
 #define WITHOUT_GIL(statement) WITHOUT_GIL_UNLESS(false, statement)

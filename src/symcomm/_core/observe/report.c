@@ -2,7 +2,7 @@
 #include "module/arguments.h"
 #include "module/module.h"
 #include "observe/flight.h"
-#include "sync/sync.h"
+#include "sync/fail.h"
 
 struct rank_facts {
     uint64_t seq, signature, count, progress;

@@ -3,23 +3,17 @@
  * A signal is a word that goes from 0 to 1 (put) and back (wait). Word `world * channel + source` of the destination's
  * pad belongs to one pair of ranks on one channel, so nobody else touches it. A put waits until the signal before it
  * was taken. Behind the words, at `pad_bytes`, lies one more that counts who sleeps on this pad: a put need not enter
- * the kernel when nobody does. No wake-up can be lost: sleeper (count, fence, look again) against setter (set, fence,
- * look at the count). Words that somebody writes by other means are seen within a slice.
+ * the kernel when nobody does. Words that somebody writes by other means are seen within a slice.
  *
  * Windows (onesided/window.c) count: a signal adds one to the word, at once, and a wait takes one away. */
 #include "onesided/signals.h"
-
-#include <errno.h>
 
 #include "group/group.h"
 #include "module/arguments.h"
 #include "module/gil.h"
 #include "module/module.h"
 #include "os/futex.h"
-#include "sync/backoff.h"
-#include "sync/sync.h"
-
-#define SLICE_NS 10000000 /* how often a sleeper looks for dead peers: a tenth of the 100 ms we promise */
+#include "sync/wait.h"
 
 struct signal {
     _Atomic uint32_t *word;
@@ -53,54 +47,58 @@ static bool flip(const struct signal *s) {
                                                    memory_order_relaxed);
 }
 
-/* Why a wait for `peer` cannot end well, or STATUS_OK. Interrupts are asked for after a signal, and every 16th time. */
-static int why_stop(const struct visit *v, int peer, int64_t deadline, bool ask) {
-    int status = sync_aborted(v);
-    if (status) return status;
-    if (peer != v->group->rank && (status = sync_gone(v, peer))) return status;
-    if (symcomm_now_ns() >= deadline) return STATUS_TIMEOUT;
-    return ask && symcomm_interrupted && symcomm_interrupted() ? STATUS_INTERRUPTED : STATUS_OK;
-}
-
-static int sleep_for(const struct visit *v, const struct signal *s, int peer, int64_t deadline) {
-    int status = STATUS_OK;
-    bool ask = false;
-    atomic_fetch_add(s->sleepers, 1);
-    for (unsigned turn = 1;; turn++) {
-        atomic_thread_fence(memory_order_seq_cst);
-        if (flip(s)) break;
-        if ((status = why_stop(v, peer, deadline, ask))) {
-            /* it may have done its part before it went */
-            if (flip(s)) status = STATUS_OK;
-            break;
-        }
-        uint32_t seen = atomic_load_explicit(s->word, memory_order_relaxed);
-        int64_t left = deadline - symcomm_now_ns();
-        if (is_ready(s, seen) || left <= 0) continue;
-        long failed = futex_wait(s->word, seen, left < SLICE_NS ? left : SLICE_NS);
-        ask = (failed && errno == EINTR) || turn % 16 == 0;
-    }
-    atomic_fetch_sub(s->sleepers, 1);
-    return status;
-}
-
 static void wake(const struct signal *s) {
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(s->sleepers, memory_order_relaxed)) futex_wake(s->word, INT32_MAX);
 }
 
-/* Flip the word when it is our turn, and wake whoever waits for that. */
+/* --- waiting ------------------------------------------------------------------------------------------------------ */
+
+struct signal_wait {
+    struct wait wait;
+    const struct signal *signal;
+};
+
+static const struct signal *signal_of(const struct wait *w) { return ((const struct signal_wait *)w)->signal; }
+
+static bool is_over(struct wait *w) { return flip(signal_of(w)); }
+
+/* Never a value that would end the wait: another thread may flip the word back before this one sleeps. */
+static uint32_t publish(struct wait *w) {
+    const struct signal *s = signal_of(w);
+    uint32_t word = atomic_load_explicit(s->word, memory_order_relaxed);
+    return !is_ready(s, word) ? word : s->counted ? 0 : s->to;
+}
+
+static int find_gone(struct wait *w, int *culprit) {
+    *culprit = w->missing;
+    return w->missing == w->visit->group->rank ? STATUS_OK : sync_gone(w->visit, w->missing);
+}
+
+/* Callers say what failed, and to whom. */
+static int give_up(struct wait *w, int status, int culprit) {
+    (void)w, (void)culprit;
+    return status;
+}
+
+static const struct wait_kind for_signal = {
+    .is_over = is_over, .publish = publish, .find_gone = find_gone, .give_up = give_up};
+
+/* Flips the word when it is our turn, and wakes whoever waits for that. */
 static int await_flip(const struct visit *v, const struct signal *s, int peer, int64_t deadline) {
+    struct signal_wait w = {
+        .wait = {.kind = &for_signal,
+                 .visit = v,
+                 .bell = s->word,
+                 .sleepers = s->sleepers,
+                 .missing = peer,
+                 .deadline = deadline},
+        .signal = s,
+    };
     int status = STATUS_OK;
     bool done = false;
     for (int i = 0, looks = spins_now(v->group); i < looks && !(done = flip(s)); i++) cpu_relax();
-    if (!done) {
-        struct backoff b;
-        backoff_begin(&b, v, deadline);
-        while (!(done = flip(s)) && !sync_aborted(v) && backoff_step(&b, peer, false)) {}
-        if (!done) status = sleep_for(v, s, peer, deadline);
-        backoff_end(&b, !done);
-    }
+    if (!done) status = wait_loop(&w.wait);
     if (status == STATUS_OK && !s->counted) wake(s); /* whoever adds to a count does not wait for it to fall */
     return status;
 }
@@ -124,7 +122,6 @@ int counter_take(const struct visit *v, const struct counter *c, int peer, int64
         if (!status && peer != g->rank) status = sync_marked_gone(v, peer);
         return flip(&s) ? STATUS_OK : status ? status : STATUS_TIMEOUT;
     }
-    if (symcomm_before_waiting) symcomm_before_waiting();
     return await_flip(v, &s, peer, symcomm_now_ns() + timeout);
 }
 

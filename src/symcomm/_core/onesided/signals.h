@@ -1,7 +1,7 @@
 /* Counted signals between two ranks: words of shared memory that one rank counts up and another counts down. */
 #pragma once
 
-#include "sync/sync.h"
+#include "sync/fail.h"
 
 struct counter {
     _Atomic uint32_t *word;     /* signals that were sent and not taken yet */

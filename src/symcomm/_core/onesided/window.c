@@ -8,7 +8,7 @@
 #include "module/module.h"
 #include "onesided/signals.h"
 #include "reduce/types.h"
-#include "sync/sync.h"
+#include "sync/fail.h"
 #include "torch/tensor.h"
 
 #define LONG_COPY (64 << 10) /* bytes; shorter copies take less than twenty times what releasing the lock does */

@@ -10,10 +10,10 @@
 #include "os/futex.h"
 #include "os/thread.h"
 #include "p2p/engine.h"
-#include "sync/backoff.h"
-#include "sync/sync.h"
+#include "sync/caller.h"
+#include "sync/fail.h"
+#include "sync/wait.h"
 
-#define SLICE_NS 10000000
 #define SPINS_A_DRIVE 8
 #define DEADLOCK_NS 1000000000 /* until it is worth a word: a thread that is about to send would have done so */
 
@@ -60,22 +60,6 @@ static bool withdraw(struct op *op, int status) {
     return clean;
 }
 
-/* Whether whom op waits for is gone: STATUS_OK, or how, and who. */
-static int peer_gone(const struct visit *v, struct op *op, int *culprit) {
-    struct group *g = v->group;
-    int peer = op->peer;
-    bool all_gone = true;
-    *culprit = peer == ANY_SOURCE ? (g->rank + 1) % g->world : peer;
-    for (int r = 0; r < g->world; r++) {
-        if (peer != ANY_SOURCE && r != peer) continue;
-        int gone = r == g->rank ? STATUS_OK : sync_gone(v, r);
-        if (gone == STATUS_DEAD) *culprit = r;
-        if (gone == STATUS_DEAD || (gone == STATUS_LEFT && peer != ANY_SOURCE)) return gone;
-        all_gone &= gone != STATUS_OK;
-    }
-    return all_gone ? STATUS_LEFT : STATUS_OK;
-}
-
 /* Moves what can be moved until op is done; with the lock held. */
 static void progress(const struct visit *v, struct p2p *m, struct op *op) {
     if (!m->closed && op->state != OP_DONE) p2p_progress_first(v, m, op);
@@ -84,22 +68,11 @@ static void progress(const struct visit *v, struct p2p *m, struct op *op) {
 
 static bool drive(const struct visit *v, struct op *op) {
     struct p2p *m = op->p2p;
-    symcomm_lock(&m->lock);
+    caller_lock(&m->lock);
     progress(v, m, op);
     bool done = op->state == OP_DONE;
     pthread_mutex_unlock(&m->lock);
     return done;
-}
-
-static bool sleep_slice(const struct visit *v, struct op *op, int64_t ns) {
-    struct control *me = block_of(v, v->group->rank);
-    uint32_t seen = atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
-    atomic_fetch_add(&me->p2p_sleepers, 1);
-    atomic_thread_fence(memory_order_seq_cst);
-    bool signalled = false;
-    if (!drive(v, op)) signalled = futex_wait(&me->p2p_doorbell, seen, ns) < 0 && errno == EINTR;
-    atomic_fetch_sub(&me->p2p_sleepers, 1);
-    return signalled;
 }
 
 static int give_up(const struct visit *v, struct op *op, int status, bool withdraw_it) {
@@ -134,45 +107,80 @@ static bool seems_deadlocked(const struct visit *v, const struct op *op) {
 
 void (*_Atomic p2p_deadlock_hook)(const struct op *op);
 
-/* `since`: when it was first seen so; -1: told already. It is not known to last: a thread of either rank may end it. */
-static void report_deadlock(const struct visit *v, const struct op *op, int64_t *since) {
+struct message_wait {
+    struct wait wait;
+    struct op *op;
+    int32_t published;     /* in p2p_awaits */
+    bool withdraw_it;      /* if its time is up */
+    int64_t blocked_since; /* when it first seemed deadlocked; 0: it does not; -1: told already */
+};
+
+static struct message_wait *as_message(struct wait *w) { return (struct message_wait *)w; }
+
+static bool is_over(struct wait *w) {
+    struct op *op = as_message(w)->op;
+    if (drive(w->visit, op)) return true;
+    w->missing = op->peer;
+    return false;
+}
+
+static uint32_t publish(struct wait *w) {
+    struct message_wait *m = as_message(w);
+    struct control *me = block_of(w->visit, w->visit->group->rank);
+    m->published = 2 * (m->op->peer + 2) + m->op->is_send;
+    atomic_store_explicit(&me->p2p_awaits, m->published, memory_order_release);
+    return atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
+}
+
+/* Unless another thread has published since. After a failure the word stays: reports say what this rank waited for. */
+static void retract(struct wait *w, int status) {
+    int32_t mine = as_message(w)->published;
+    if (status == STATUS_OK || sync_aborted(w->visit) == STATUS_OK)
+        atomic_compare_exchange_strong(&block_of(w->visit, w->visit->group->rank)->p2p_awaits, &mine, 0);
+}
+
+/* It is not known to last: a thread of either rank may end it. */
+static int report_deadlock(struct wait *w) {
+    struct message_wait *m = as_message(w);
     void (*tell)(const struct op *) = p2p_deadlock_hook;
-    if (*since < 0 || tell == NULL) return;
+    if (m->blocked_since < 0 || tell == NULL) return STATUS_OK;
     int64_t now = symcomm_now_ns();
-    if (!seems_deadlocked(v, op)) *since = 0;
-    else if (*since == 0) *since = now;
-    else if (now - *since >= DEADLOCK_NS) tell(op), *since = -1;
+    if (!seems_deadlocked(w->visit, m->op)) m->blocked_since = 0;
+    else if (m->blocked_since == 0) m->blocked_since = now;
+    else if (now - m->blocked_since >= DEADLOCK_NS) tell(m->op), m->blocked_since = -1;
+    return STATUS_OK;
 }
 
-static int sleep_in_slices(const struct visit *v, struct op *op, int64_t deadline, bool withdraw_it) {
-    int64_t since = 0;
-    symcomm_note_call_site(op->record);
-    for (int slices = 1;; slices++) {
-        int64_t left = deadline - symcomm_now_ns();
-        if (left <= 0) return give_up(v, op, STATUS_TIMEOUT, withdraw_it);
-        bool signalled = sleep_slice(v, op, left < SLICE_NS ? left : SLICE_NS);
-        if (drive(v, op)) return op->status;
-        int culprit = 0, status = sync_aborted(v);
-        if (status == STATUS_OK && (status = peer_gone(v, op, &culprit)) != STATUS_OK) {
-            if (drive(v, op)) return op->status; /* it did its part before it went */
-            status = sync_fail(v, status, culprit);
-        }
-        if (status) return give_up(v, op, status, true);
-        if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
-        if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(v, op, STATUS_INTERRUPTED, true);
-        report_deadlock(v, op, &since);
+/* A receive from any rank ends when one has died, or when all have left. */
+static int find_gone(struct wait *w, int *culprit) {
+    struct group *g = w->visit->group;
+    int peer = as_message(w)->op->peer, others = 0, left = 0;
+    for (int r = 0; r < g->world; r++) {
+        if (r == g->rank || (peer != ANY_SOURCE && r != peer)) continue;
+        int gone = sync_gone(w->visit, r);
+        if (gone != STATUS_OK) *culprit = r;
+        if (gone == STATUS_DEAD) return gone;
+        others++, left += gone != STATUS_OK;
     }
+    return others > 0 && left == others ? STATUS_LEFT : STATUS_OK;
 }
 
-static int sleep_until_done(const struct visit *v, struct op *op, int64_t deadline, bool withdraw_it) {
-    _Atomic int32_t *awaits = &block_of(v, v->group->rank)->p2p_awaits;
-    int32_t mine = 2 * (op->peer + 2) + op->is_send, seen = mine;
-    atomic_store_explicit(awaits, mine, memory_order_release);
-    int status = sleep_in_slices(v, op, deadline, withdraw_it);
-    /* Unless another thread has come since. Whoever ended the group still wants to say what this rank waited for. */
-    if (status == STATUS_OK || sync_aborted(v) == STATUS_OK) atomic_compare_exchange_strong(awaits, &seen, 0);
-    return status;
+static int give_up_waiting(struct wait *w, int status, int culprit) {
+    struct message_wait *m = as_message(w);
+    bool too_late = status == STATUS_TIMEOUT && !sync_aborted(w->visit),
+         gone = status == STATUS_DEAD || status == STATUS_LEFT;
+    if (culprit >= 0 && gone) status = sync_fail(w->visit, status, culprit);
+    return give_up(w->visit, m->op, status, !too_late || m->withdraw_it);
 }
+
+static const struct wait_kind for_message = {
+    .is_over = is_over,
+    .publish = publish,
+    .retract = retract,
+    .check = report_deadlock,
+    .find_gone = find_gone,
+    .give_up = give_up_waiting,
+};
 
 /* Whether something has come for a receive that waits for one peer; others have to be driven to know. */
 static bool may_move(const struct op *op) {
@@ -191,15 +199,19 @@ static int wait_for(const struct visit *v, struct op *op, int64_t timeout, bool 
         if ((i % SPINS_A_DRIVE == 0 || may_move(op)) && drive(v, op)) return op->status;
         cpu_relax();
     }
-    int64_t deadline = timeout ? symcomm_now_ns() + timeout : INT64_MAX;
-    if (symcomm_before_waiting) symcomm_before_waiting();
-    struct backoff b;
-    bool done;
-    backoff_begin(&b, v, deadline);
-    while (!(done = drive(v, op)) && !sync_aborted(v) && backoff_step(&b, op->peer, false)) {}
-    int status = done ? op->status : sleep_until_done(v, op, deadline, withdraw_it);
-    backoff_end(&b, !done);
-    return status;
+    struct message_wait w = {
+        .wait = {.kind = &for_message,
+                 .visit = v,
+                 .bell = &block_of(v, v->group->rank)->p2p_doorbell,
+                 .sleepers = &block_of(v, v->group->rank)->p2p_sleepers,
+                 .missing = op->peer,
+                 .deadline = timeout ? symcomm_now_ns() + timeout : 0,
+                 .record = op->record},
+        .op = op,
+        .withdraw_it = withdraw_it,
+    };
+    int status = wait_loop(&w.wait);
+    return status == STATUS_OK ? op->status : status;
 }
 
 /* Its queue has it no more. */
@@ -211,7 +223,7 @@ static void end_op(struct op *op, int status) {
 void p2p_let_go(const struct visit *v) {
     struct p2p *m = v->group->p2p;
     if (m == NULL) return;
-    symcomm_lock(&m->lock);
+    caller_lock(&m->lock);
     int status = m->closed || m->over ? STATUS_OK : sync_aborted(v);
     if (status) m->over = status;
     while (status && m->receives) end_op(m->receives, status);
@@ -241,7 +253,7 @@ int p2p_wait(struct op *op, int64_t timeout, bool withdraw_it) {
 /* --- receives that a message from outside the group may end ------------------------------------------------------ */
 
 bool p2p_hold(struct op *op) {
-    symcomm_lock(&op->p2p->lock);
+    caller_lock(&op->p2p->lock);
     bool held = !op->is_send && op->state == OP_POSTED;
     if (held) op->state = OP_HELD;
     pthread_mutex_unlock(&op->p2p->lock);
@@ -250,7 +262,7 @@ bool p2p_hold(struct op *op) {
 
 void p2p_resume(struct op *op) {
     struct p2p *m = op->p2p;
-    symcomm_lock(&m->lock);
+    caller_lock(&m->lock);
     if (op->state == OP_HELD) {
         op->state = OP_POSTED;
         if (p2p_match_unexpected(m, op)) remove_op(&m->receives, op); /* the caller's reference keeps it */
@@ -259,7 +271,7 @@ void p2p_resume(struct op *op) {
 }
 
 bool p2p_fill(struct op *op, int status) {
-    symcomm_lock(&op->p2p->lock);
+    caller_lock(&op->p2p->lock);
     bool held = op->state == OP_HELD;
     if (held) {
         remove_op(&op->p2p->receives, op);
@@ -394,7 +406,7 @@ static struct op *refuse(struct op *op, int status) {
 
 /* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
 static bool queue(const struct visit *v, struct p2p *m, struct op *op, bool *done) {
-    symcomm_lock(&m->lock);
+    caller_lock(&m->lock);
     if (m->over) {
         refuse(op, m->over);
         pthread_mutex_unlock(&m->lock);

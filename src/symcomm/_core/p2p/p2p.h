@@ -8,7 +8,7 @@
 #pragma once
 
 #include "p2p/cooperative_copy.h"
-#include "sync/sync.h"
+#include "sync/fail.h"
 
 #define RING_BYTES (256 * 1024)
 #define ANY_SOURCE (-1)

@@ -8,7 +8,6 @@
 #include "module/module.h"
 #include "p2p/engine.h"
 #include "reduce/types.h"
-#include "sync/sync.h"
 #include "torch/tensor.h"
 
 static const char OP[] = "symcomm.op";
@@ -139,15 +138,14 @@ static PyObject *py_exchange(PyObject *Py_UNUSED(self), PyObject *const *args, P
 static PyObject *deadlock_callable; /* says that two ranks seem to wait for each other; with the interpreter lock */
 
 static void call_deadlock_hook(const struct op *op) {
-    if (gil_released == NULL) return;
-    PyEval_RestoreThread(gil_released);
+    struct caller *c = symcomm_caller;
+    if (c == NULL || !gil_take_back(c)) return;
     PyObject *group = op->p2p->group->capsule, *callable = Py_NewRef(deadlock_callable);
     PyObject *told =
         PyObject_CallFunction(callable, "OiiL", group, (int)op->is_send, (int)op->peer, (long long)op->tag);
     Py_DECREF(callable);
     Py_XDECREF(told); /* what it raised is for our caller, who asks for it as for a signal handler's */
-    symcomm_interrupted = gil_check_signals;
-    gil_released = PyEval_SaveThread();
+    gil_release(c);
 }
 
 static PyObject *use_deadlock_callback(PyObject *Py_UNUSED(self), PyObject *callable) {

@@ -2,7 +2,6 @@
 #include "p2p/engine.h"
 
 #include <stdlib.h>
-#include <unistd.h>
 
 #include "group/symmetric.h"
 #include "memory/isolate.h"
@@ -12,7 +11,8 @@
 #include "observe/flight.h"
 #include "os/futex.h"
 #include "os/thread.h"
-#include "sync/sync.h"
+#include "sync/fail.h"
+#include "sync/wait.h"
 
 /* Elsewhere two copies through the ring are faster than a copy by system call. */
 #if defined(__x86_64__)
@@ -289,19 +289,27 @@ static enum coop_state copy(const struct visit *v, struct p2p *m, int peer) {
     return state;
 }
 
+struct writing {
+    struct p2p *p2p;
+    const struct coop_message *message;
+};
+
+/* Whether the sender has said that it does not write any more, or cannot. */
+static bool is_at_rest(void *context) {
+    const struct writing *w = context;
+    const struct coop_message *t = w->message;
+    if (!coop_is_written(t)) return true;
+    return t->attached ? thread_is_stopped(atomic_load(&t->copy->pusher)) : is_dead(w->p2p, t->peer);
+}
+
 /* Waits until the sender has said that it does not write any more. False: it is stopped or dead, or has not said so for
  * long. A stopped one has copied its piece, or will find that it may not. */
 static bool await_writer(struct p2p *m, const struct coop_message *t) {
     struct group *g = m->group;
     if (t->attached) cma_revoke_writes(&t->copy->grant);
     else if (is_dead(m, t->peer)) return true;
-    if (!coop_is_written(t)) return true;
-    if (symcomm_before_waiting) symcomm_before_waiting();
-    int64_t end = symcomm_now_ns() + (g->own_process && !t->attached ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
-    while (coop_is_written(t) && symcomm_now_ns() < end) {
-        if (t->attached ? thread_is_stopped(atomic_load(&t->copy->pusher)) : is_dead(m, t->peer)) break;
-        usleep(100);
-    }
+    struct writing x = {m, t};
+    wait_briefly(is_at_rest, &x, g->own_process && !t->attached ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
     return !coop_is_written(t) || (!t->attached && is_dead(m, t->peer));
 }
 

@@ -120,7 +120,8 @@ static bool frame_put_last(struct frame *frame, PyObject *body) {
 
 enum outcome { DONE, LATE, GONE, SIGNALED, FAILED };
 
-/* The socket blocks, with time-outs of one second (see SLICE_NS): most answers then cost a single system call. */
+/* The socket blocks, with time-outs of one second (see SOCKET_TIMEOUT_NS): most answers then cost a single system call.
+ */
 struct reader {
     int fd;
     int64_t deadline_ns;
@@ -129,7 +130,7 @@ struct reader {
     uint8_t bytes[4096];
 };
 
-#define SLICE_NS ((int64_t)1000000000)
+#define SOCKET_TIMEOUT_NS ((int64_t)1000000000)
 
 static void unlock(struct reader *reader) { reader->unlocked = PyEval_SaveThread(); }
 
@@ -149,7 +150,7 @@ static enum outcome check_signals(struct reader *reader) {
 static enum outcome wait_precisely(struct reader *reader, short events) {
     for (;;) {
         int64_t left = reader->deadline_ns - symcomm_now_ns();
-        if (left >= SLICE_NS) return DONE;
+        if (left >= SOCKET_TIMEOUT_NS) return DONE;
         struct timespec pause = {.tv_sec = 0, .tv_nsec = left > 0 ? left : 0};
         struct pollfd poll = {.fd = reader->fd, .events = events};
         int ready = ppoll(&poll, 1, &pause, NULL);
@@ -176,7 +177,7 @@ static enum outcome after_failure(struct reader *reader) {
 }
 
 static enum outcome send_parts(struct reader *reader, struct iovec *parts, int count) {
-    bool hurried = reader->deadline_ns - symcomm_now_ns() < SLICE_NS;
+    bool hurried = reader->deadline_ns - symcomm_now_ns() < SOCKET_TIMEOUT_NS;
     while (count > 0) {
         if (hurried) {
             enum outcome outcome = wait_precisely(reader, POLLOUT);
@@ -187,7 +188,7 @@ static enum outcome send_parts(struct reader *reader, struct iovec *parts, int c
         if (sent < 0) {
             enum outcome outcome = after_failure(reader);
             if (outcome != DONE) return outcome;
-            hurried = reader->deadline_ns - symcomm_now_ns() < SLICE_NS;
+            hurried = reader->deadline_ns - symcomm_now_ns() < SOCKET_TIMEOUT_NS;
             continue;
         }
         for (; count > 0 && (size_t)sent >= parts->iov_len; parts++, count--) sent -= (ssize_t)parts->iov_len;
@@ -202,7 +203,7 @@ static enum outcome send_parts(struct reader *reader, struct iovec *parts, int c
 /* At least one byte into `into`; `*got` says how many. */
 static enum outcome receive_some(struct reader *reader, void *into, size_t room, size_t *got) {
     for (;;) {
-        if (reader->deadline_ns - symcomm_now_ns() < SLICE_NS) {
+        if (reader->deadline_ns - symcomm_now_ns() < SOCKET_TIMEOUT_NS) {
             enum outcome outcome = wait_precisely(reader, POLLIN);
             if (outcome != DONE) return outcome;
         }

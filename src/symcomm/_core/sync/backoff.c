@@ -8,6 +8,7 @@
 #include "memory/life.h"
 #include "os/clock.h"
 #include "os/futex.h"
+#include "sync/caller.h"
 #include "sync/cores.h"
 
 #define LEAST_SPIN 20
@@ -18,8 +19,6 @@
 #define OFFER_NS 50000      /* how often a rank that keeps its core asks whether a peer was left waiting for it */
 #define POLLS_A_STEP 16     /* between two looks at the clock */
 #define WATCH_TICKS 20000   /* how long the processor watches one word, about 10 us: others may change meanwhile */
-
-THREAD_LOCAL const _Atomic int *symcomm_awaited;
 
 /* --- pausing ------------------------------------------------------------------------------------------------------ */
 
@@ -71,7 +70,7 @@ static struct life *own_life(struct group *g) { return life_of(g->life[g->rank])
 static bool is_oversubscribed(struct group *g, int64_t now) {
     int64_t next = atomic_load_explicit(&g->next_review, memory_order_relaxed);
     if (now >= next && atomic_compare_exchange_strong(&g->next_review, &next, now + REVIEW_NS))
-        atomic_store_explicit(&g->oversubscribed, !cores_suffice(own_life(g), symcomm_awaited == NULL),
+        atomic_store_explicit(&g->oversubscribed, !cores_suffice(own_life(g), caller_awaited() == NULL),
                               memory_order_relaxed);
     return atomic_load_explicit(&g->oversubscribed, memory_order_relaxed);
 }
@@ -89,7 +88,7 @@ void backoff_look_longer(struct group *g) { adapt_spin(g, true); }
 static void note_core(struct group *g) {
     _Atomic int32_t *noted = &own_life(g)->cpu.core;
     int32_t core = sched_getcpu() + 1;
-    if (symcomm_awaited == NULL && atomic_load_explicit(noted, memory_order_relaxed) != core)
+    if (caller_awaited() == NULL && atomic_load_explicit(noted, memory_order_relaxed) != core)
         atomic_store_explicit(noted, core, memory_order_relaxed);
 }
 
@@ -100,7 +99,8 @@ static bool was_here(struct group *g, int rank) {
 
 /* Whether this thread runs an operation that nobody waits for yet: they may need the core to get on. */
 static bool nobody_waits(void) {
-    return symcomm_awaited && atomic_load_explicit(symcomm_awaited, memory_order_relaxed) == 0;
+    const _Atomic int *awaited = caller_awaited();
+    return awaited && atomic_load_explicit(awaited, memory_order_relaxed) == 0;
 }
 
 void backoff_begin(struct backoff *b, const struct visit *v, int64_t deadline) {
@@ -156,7 +156,7 @@ static bool offer(struct backoff *b, int missing) {
     b->yields++;
     b->now = symcomm_now_ns();
     if (b->now >= b->until && !is_worth_offering(b, missing)) return false;
-    if (symcomm_awaited && !atomic_load_explicit(&g->oversubscribed, memory_order_relaxed) && !nobody_waits())
+    if (caller_awaited() && !atomic_load_explicit(&g->oversubscribed, memory_order_relaxed) && !nobody_waits())
         b->keeps_core = true, b->until = b->start + g->poll_ns;
     return true;
 }

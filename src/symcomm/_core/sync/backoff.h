@@ -12,7 +12,7 @@
  */
 #pragma once
 
-#include "sync/sync.h"
+#include "group/group.h"
 
 struct backoff {
     const struct visit *visit;
@@ -40,7 +40,3 @@ void backoff_look_longer(struct group *g);
 
 /* The wait is over. */
 void backoff_end(struct backoff *b, bool slept);
-
-/* Of a thread that runs operations for others: how many wait for it. NULL in all other threads. While nobody waits,
- * their own work needs the core. */
-extern THREAD_LOCAL const _Atomic int *symcomm_awaited;

@@ -1,0 +1,40 @@
+/* Who called the core in this thread, and what a wait must do for it. The bindings say so (module/gil.h); threads of
+ * the core's own have nobody to ask. */
+#pragma once
+
+#include <pthread.h>
+#include <stdbool.h>
+
+#include "os/thread.h"
+
+struct caller;
+
+struct caller_hooks {
+    void (*before_waiting)(struct caller *c); /* before a wait that may last */
+    bool (*is_interrupted)(struct caller *c); /* during one: whether a signal handler raised */
+    uint32_t (*find_site)(struct caller *c);  /* the number of the place in the program that made the call, or 0 */
+};
+
+/* One call. Calls nest, by way of signal handlers and finalizers: the inner one restores the outer. */
+struct caller {
+    const struct caller_hooks *hooks; /* NULL: a thread of the core's own */
+    struct caller *outer;
+    void *lock_state; /* what the bindings need to take the interpreter lock again; NULL: the thread has it */
+    /* Of a thread that runs operations for others: how many wait for it. While nobody does, their own work needs the
+     * core. NULL in all other threads. */
+    const _Atomic int *awaited;
+    unsigned slices; /* slept so far */
+    bool knows_site; /* it was asked */
+};
+
+extern THREAD_LOCAL struct caller *symcomm_caller; /* NULL: nobody has to be asked */
+
+static inline void caller_before_waiting(void) {
+    struct caller *c = symcomm_caller;
+    if (c && c->hooks) c->hooks->before_waiting(c);
+}
+
+static inline const _Atomic int *caller_awaited(void) { return symcomm_caller ? symcomm_caller->awaited : NULL; }
+
+/* Takes a lock that another thread may hold for long. */
+void caller_lock(pthread_mutex_t *lock);
