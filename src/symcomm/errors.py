@@ -33,6 +33,7 @@ torch_backend/torch_patches/store_errors.py.
 from __future__ import annotations
 
 import os
+import reprlib
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -230,9 +231,44 @@ def forked(failure: BaseException | None) -> GroupUnusableError:
     )
 
 
+class _Shown(reprlib.Repr):
+    """The repr of an argument, as far as it fits into a sentence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 12
+        self.maxstring = self.maxother = self.maxlong = 200
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if not hasattr(type(x), "untyped_storage"):
+            words = repr(x)
+            return words if len(words) <= self.maxother else f"{words[: self.maxother]}..."
+        # torch reads the values, which crashes where a tensor's memory was given away
+        return f"{type(x).__name__}({', '.join(map(str, x.shape))}) of {x.dtype}"
+
+
+_shown = _Shown()
+
+
+def shown(value: object) -> str:
+    """What an error says that an argument was, whatever it is."""
+    try:
+        return _shown.repr(value)
+    except Exception:  # a number of thousands of digits, a repr that raises
+        return f"an object of {type(value).__name__}"
+
+
+def text_of(error: BaseException) -> str:
+    """What ``error`` says, also if that cannot be told."""
+    try:
+        return str(error)
+    except Exception:
+        return "no words"
+
+
 def bad_argument(call: str, argument: str, got: object, allowed: str, fix: str = "") -> BadArgumentError:
     """One sentence: the call, the argument, what it was, what is allowed, what to do."""
-    text = f"{call}: {argument} must be {allowed}, got {got!r}"
+    text = f"{call}: {argument} must be {allowed}, got {shown(got)}"
     end = "" if fix.endswith("?") else "."
     return BadArgumentError(f"{text}; {fix}{end}" if fix else f"{text}.")
 

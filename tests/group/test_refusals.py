@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,12 @@ class Unpicklable:
         raise TypeError("this one cannot be sent")
 
 
+def emptied():
+    tensor = ones()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def ones(count=COUNT, dtype=torch.float32):
     return torch.ones(count, dtype=dtype)
 
@@ -50,6 +57,10 @@ def calls(group) -> dict:
             lambda: group.all_reduce(torch.eye(2).to_sparse()),
             lambda: group.all_reduce(ones(), timeout=-1),
             lambda: group.all_reduce(ones(), timeout="soon"),
+            lambda: group.all_reduce(ones(), async_op=ones()),
+            lambda: group.all_reduce(np.int64(3)),
+            lambda: group.all_reduce(emptied()),
+            lambda: group.all_reduce(ones(), op=emptied()),
         ],
         "all_reduce async": [
             lambda: group.all_reduce(ones(), async_op=True).wait(),
@@ -110,12 +121,14 @@ def calls(group) -> dict:
         "all_to_all_single with splits": [
             lambda: group.all_to_all_single(ones(2 * size), ones(2 * size), [2] * size, [2] * size),
             lambda: group.all_to_all_single(ones(2 * size), ones(2 * size), [2] * size, [3] * size),
+            lambda: group.all_to_all_single(ones(2 * size), ones(2 * size), ones(size), [2] * size),
         ],
         "all_to_all": [
             lambda: group.all_to_all([ones(2) for _ in part], part),
             lambda: group.all_to_all(part[1:], part),
         ],
         "barrier": [lambda: group.barrier(), lambda: group.barrier(timeout=0)],
+        "monitored_barrier": [lambda: group.monitored_barrier(), lambda: group.monitored_barrier(timeout="soon")],
         "all_gather_bytes": [lambda: group.all_gather_bytes(b"ab"), lambda: group.all_gather_bytes(5)],
         "all_gather_object": [
             lambda: group.all_gather_object(1),
@@ -131,6 +144,7 @@ def calls(group) -> dict:
             lambda: group.all_reduce_coalesced([ones(), ones(), ones()]),
             lambda: group.all_reduce_coalesced([ones(), "x", ones()]),
             lambda: group.all_reduce_coalesced(7),
+            lambda: group.all_reduce_coalesced([ones(), ones(), ones()], async_op=ones()),
         ],
         "all_reduce_coalesced async": [
             lambda: group.all_reduce_coalesced([ones(), ones(), ones()], async_op=True).wait(),
@@ -139,8 +153,23 @@ def calls(group) -> dict:
         "all_gather_coalesced": [
             lambda: group.all_gather_coalesced([ones(2 * size)] * 2, [ones(2)] * 2),
             lambda: group.all_gather_coalesced([ones(2 * size)], [ones(2)] * 2),
+            lambda: group.all_gather_coalesced(None, [ones(2)] * 2),
         ],
-        "split": [lambda: group.split(0, name="part").destroy(), lambda: group.split({3})],
+        "all_gather_lists": [
+            lambda: group.all_gather_lists([[ones(2)] for _ in part], [ones(2)]),
+            lambda: group.all_gather_lists([[ones(2)]] + [{0: ones(2)}.values()] * (size - 1), [ones(2)]),
+        ],
+        "new_group": [
+            lambda: group.new_group(range(size), name="some").destroy(),
+            lambda: group.new_group(range(size), name=["some"]),
+            lambda: group.new_group([size]),
+        ],
+        "split": [
+            lambda: group.split(0, name="part").destroy(),
+            lambda: group.split({3}),
+            lambda: group.split(0, key=None),
+            lambda: group.split(0, name=["part"]),
+        ],
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import pickle
 
 import numpy
 import pytest
+import torch
 
 from symcomm import errors
 from symcomm.errors import BadArgumentError
@@ -46,6 +47,33 @@ def test_bad_argument_is_one_sentence():
     error = errors.bad_argument("all_reduce", "root", 7, "0 to 3", "pass a rank of this group")
     assert str(error) == "all_reduce: root must be 0 to 3, got 7; pass a rank of this group."
     assert isinstance(error, ValueError)
+
+
+class Unspeakable:
+    def __repr__(self):
+        raise ValueError("no words")
+
+
+def without_memory():
+    tensor = torch.ones(6)
+    tensor.untyped_storage().resize_(0)  # torch's own repr of it reads address 0
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("got", "words"),
+    [
+        (without_memory, "Tensor(6) of torch.float32"),
+        (lambda: [without_memory()], "[Tensor(6) of torch.float32]"),
+        (lambda: torch.ones(2, 3), "Tensor(2, 3) of torch.float32"),
+        (Unspeakable, "an object of Unspeakable"),
+        (lambda: 10**9999, "an object of int"),
+        (lambda: "x" * 10**6, f"'{'x' * 97}...{'x' * 98}'"),
+        (lambda: list(range(1000)), "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...]"),
+    ],
+)
+def test_whatever_was_passed_is_told_in_one_line(got, words: str):
+    assert str(errors.bad_argument("all_reduce", "op", got(), "known")) == f"all_reduce: op must be known, got {words}."
 
 
 @pytest.mark.parametrize(

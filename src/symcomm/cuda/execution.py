@@ -87,7 +87,7 @@ class CudaExecution(Collectives):
 
     def all_reduce(self, tensor: Any, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Combine ``tensor`` over all ranks, in place."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             try:
                 if self._run_fast_path(tensor, plain_op(op)):
                     return None

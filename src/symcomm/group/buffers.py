@@ -221,7 +221,7 @@ def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
         return Buffer(seen[0], seen[1], _DTYPES[seen[2]], tensor)
     if _is_torch(tensor):
         return _from_torch(call, name, tensor, write)
-    if hasattr(tensor, "__array_interface__") and hasattr(tensor, "flags"):
+    if hasattr(tensor, "__array_interface__") and hasattr(tensor, "ctypes"):  # NumPy's numbers have no memory to show
         return _from_numpy(call, name, tensor, write)
     if isinstance(getattr(tensor, "buffer", None), Buffer):
         return tensor.buffer

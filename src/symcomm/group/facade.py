@@ -59,7 +59,7 @@ class Collectives:
         """Combine ``tensor`` over all ranks, in place.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             status = run_cached(self._cache, _ALL_REDUCE, op, tensor, tensor)
             if status >= 0:
                 return self.raise_failure(status, "all_reduce") if status else None
@@ -72,7 +72,7 @@ class Collectives:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             # request.rooted(), of which a call would take a tenth of this one's time
             detail = root << 8 | op if type(root) is int and type(op) is RedOpType else None
             status = run_cached(self._cache, _REDUCE, detail, tensor, tensor)
@@ -89,7 +89,7 @@ class Collectives:
         """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             status = run_cached(self._cache, _REDUCE_SCATTER_SINGLE, op, input, output)
             if status >= 0:
                 return self.raise_failure(status, "reduce_scatter_single") if status else None
@@ -104,7 +104,7 @@ class Collectives:
         """Like reduce_scatter_single, with a list of pieces; they may differ in size.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             status = run_cached(self._cache, _REDUCE_SCATTER, op, inputs, output)
             if status >= 0:
                 return self.raise_failure(status, "reduce_scatter") if status else None
@@ -119,7 +119,7 @@ class Collectives:
         """Everybody's ``tensor`` becomes ``root``'s.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             status = run_cached(self._cache, _BROADCAST, root, tensor, tensor)
             if status >= 0:
                 return self.raise_failure(status, "broadcast") if status else None
@@ -130,7 +130,7 @@ class Collectives:
         """``output`` becomes all ranks' ``input``, one after the other.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             status = run_cached(self._cache, _ALL_GATHER_SINGLE, 0, input, output)
             if status >= 0:
                 return self.raise_failure(status, "all_gather_single") if status else None
@@ -141,7 +141,7 @@ class Collectives:
         """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             status = run_cached(self._cache, _ALL_GATHER, 0, input, outputs)
             if status >= 0:
                 return self.raise_failure(status, "all_gather") if status else None
@@ -154,7 +154,7 @@ class Collectives:
         """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             status = run_cached(self._cache, _GATHER, root, input, outputs)
             if status >= 0:
                 return self.raise_failure(status, "gather") if status else None
@@ -167,7 +167,7 @@ class Collectives:
         """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             status = run_cached(self._cache, _GATHER_SINGLE, root, input, output)
             if status >= 0:
                 return self.raise_failure(status, "gather_single") if status else None
@@ -180,7 +180,7 @@ class Collectives:
         """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             status = run_cached(self._cache, _SCATTER, root, inputs, output)
             if status >= 0:
                 return self.raise_failure(status, "scatter") if status else None
@@ -198,7 +198,7 @@ class Collectives:
         Splits count rows of dimension 0, as in torch; without them the pieces are equal.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not output_splits and not input_splits and not async_op and timeout is None:
+        if output_splits is None and input_splits is None and async_op is False and timeout is None:
             status = run_cached(self._cache, _ALL_TO_ALL_SINGLE, 0, input, output)
             if status >= 0:
                 return self.raise_failure(status, "all_to_all_single") if status else None
@@ -232,6 +232,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         with Refusals(self):
+            tensors = _listed("all_reduce_coalesced", "tensors", tensors)
             refusal = overwrite_all("all_reduce_coalesced", "tensors", tensors)
             ours = tensors if refusal is None else [t.detach().clone() for t in tensors]
             calls = [partial(self.all_reduce, t, op) for t in ours]
@@ -256,7 +257,8 @@ class Collectives:
         """``outputs[r][k]`` becomes rank r's ``inputs[k]``."""
         with Refusals(self):
             calls = [partial(self.all_gather, [one[k] for one in outputs], t) for k, t in enumerate(inputs)]
-        return self._in_order(calls, [t for one in outputs for t in one], async_op, timeout)
+            results = [t for one in outputs for t in one]
+        return self._in_order(calls, results, async_op, timeout)
 
     def reduce_scatter_coalesced(
         self, outputs: Sequence[Any], inputs: Sequence[Any], op: Any = SUM, async_op: bool = False,
@@ -287,7 +289,7 @@ class Collectives:
         """Return once every rank has come.
 
         Raises: CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if not async_op and timeout is None:
+        if async_op is False and timeout is None:
             status = run_cached(self._cache, _BARRIER, 0, None, None)
             if status >= 0:
                 return self.raise_failure(status, "barrier") if status else None
@@ -315,7 +317,17 @@ class Collectives:
         return everyone
 
 
-def _pairs(call: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _listed(call: str, name: str, tensors: Any) -> Sequence[Any]:
+    if isinstance(tensors, (list, tuple)):
+        return tensors
+    try:
+        return list(tensors)
+    except TypeError:
+        raise errors.wrong_type(call, name, tensors, "a list of tensors") from None
+
+
+def _pairs(call: str, outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
+    outputs, inputs = _listed(call, "outputs", outputs), _listed(call, "inputs", inputs)
     if len(outputs) != len(inputs):
         raise errors.bad_argument(call, "outputs", f"{len(outputs)} tensors", f"as many as inputs ({len(inputs)})")
     return list(zip(outputs, inputs, strict=True))

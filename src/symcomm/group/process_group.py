@@ -44,6 +44,11 @@ def check_rank(rank: int, size: int) -> None:
         raise errors.bad_argument("ProcessGroup", "rank", rank, f"0 to {size - 1}")
 
 
+def _check_name(call: str, name: Any) -> None:
+    if not isinstance(name, str):
+        raise errors.wrong_type(call, "name", name, "a str")
+
+
 class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``.
 
@@ -294,6 +299,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
         ResourceError."""
         with Refusals(self):
+            _check_name("new_group", name)
             chosen = list(ranks)
             if (
                 not chosen
@@ -302,6 +308,8 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
             ):
                 allowed = f"distinct ranks of 0 to {self.size - 1}, at least one"
                 raise errors.bad_argument("new_group", "ranks", chosen, allowed)
+            if self.spans_hosts:  # where members meet apart from the others: a rank that refuses tells all of them here
+                self.barrier(timeout=timeout)
             return self._subgroup({r: (0, i) for i, r in enumerate(chosen)}, name, timeout)
 
     def split(self, color: int | None, key: int = 0, name: str = "", timeout: Timeout = None) -> ProcessGroup | None:
@@ -310,6 +318,10 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
         ResourceError."""
         with Refusals(self):
+            _check_name("split", name)
+            for argument, number in (("color", color), ("key", key)):
+                if not isinstance(number, int) and (number is not None or argument == "key"):
+                    raise errors.wrong_type("split", argument, number, "a whole number")
             answers = self.all_gather_bytes(json.dumps([color, key]).encode(), timeout)
             choice = {r: json.loads(a) for r, a in enumerate(answers)}
             return self._subgroup({r: (c, k) for r, (c, k) in choice.items() if c is not None}, name, timeout)

@@ -63,7 +63,8 @@ class Settled:
 
 def pack(rank: int, error: BaseException, site: str) -> bytes:
     """What a rank tells the others, within the bytes there are for it."""
-    sentence = str(error) if isinstance(error, errors.SymcommError) else f"{type(error).__name__}: {error}"
+    sentence = errors.text_of(error)
+    sentence = sentence if isinstance(error, errors.SymcommError) else f"{type(error).__name__}: {sentence}"
     while len(told := json.dumps([rank, sentence, site]).encode()) > native.REFUSAL_BYTES:
         longest = max(1, len(sentence) - max(4, (len(told) - native.REFUSAL_BYTES) // 6))
         sentence = f"{sentence[: longest - 3]}..." if len(sentence) > 60 else sentence

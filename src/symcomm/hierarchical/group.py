@@ -262,8 +262,8 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         if self._operating_thread == threading.get_ident():
             raise errors.nested(call, self.name)
         site = call_site(3)
+        queued = bool(async_op) or any(not work.is_completed() for work in list(self.pending))
         self._submitted += 1
-        queued = async_op or any(not work.is_completed() for work in list(self.pending))
         native.change_tensors(written)
 
         def act() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.errors import format_ranks
+from symcomm.group.refusal import settled
 from symcomm.torch_backend.work import op_type_of
 
 # Calls in which ranks may pass tensors of different shapes.
@@ -32,14 +33,20 @@ class DebugChecks:
 
     def check(self, call: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Return once all ranks are about to make the same call; else raise, on all ranks that arrived."""
+        tensors = outputs if call == "scatter" else inputs  # every rank's call
+        try:
+            shapes = [list(t.shape) for t in tensors]
+            dtypes = [t.type().rpartition(".")[2].removesuffix("Tensor") for t in tensors]
+        except Exception as error:
+            self.refuse(error)
+            raise settled(error)  # noqa: B904: it is the same one
         self._calls += 1
         self._barrier(call)
-        tensors = outputs if call == "scatter" else inputs  # every rank's call
         mine = {
             "operation": op_type_of(call).name,
             "SequenceNumber": self._calls,
-            "shapes": [list(t.shape) for t in tensors],
-            "dtypes": [t.type().rpartition(".")[2].removesuffix("Tensor") for t in tensors],
+            "shapes": shapes,
+            "dtypes": dtypes,
         }
         everyone = [json.loads(item) for item in self._core.all_gather_bytes(json.dumps(mine).encode())]
         compared = [key for key in mine if key != "shapes" or call not in _UNEVEN]
@@ -51,10 +58,17 @@ class DebugChecks:
                 f"Collectives differ in the following: {', '.join(differ)}. The group can still be used."
             )
 
+    def refuse(self, error: Exception) -> None:
+        """Tell those who are about to make a call that this rank makes none, and why."""
+        self._calls += 1
+        self._core.refuse_monitored_barrier(error)
+
     def _barrier(self, call: str) -> None:
         """Wait for all ranks, and name those that do not arrive."""
         try:
             self._core.monitored_barrier(self._checked.timeout, wait_all_ranks=True)
+        except errors.CallRefusedError as error:
+            raise errors.CallRefusedError(f"{call} on group {self._checked.name!r}: {error}", error.ranks) from error
         except (errors.DeadlineError, errors.PeerError) as error:
             # Of several that are gone, the others may have ended because they found the first one gone.
             missing = getattr(error, "missing", None) or getattr(error, "ranks", [])[:1]

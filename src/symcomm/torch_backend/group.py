@@ -42,7 +42,11 @@ _GATHER, _GATHER_SINGLE, _SCATTER = numbers_of("gather", "gather_single", "scatt
 
 
 def _first(lists: Any) -> Any:
-    return lists[0] if lists and isinstance(lists, (list, tuple)) else None
+    return lists[0] if isinstance(lists, (list, tuple)) and lists else None
+
+
+def _is_empty(splits: Any) -> bool:
+    return splits is None or (isinstance(splits, (list, tuple)) and not splits)
 
 
 def _with_names(function: Any, **names: str) -> Any:
@@ -108,10 +112,13 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
             given = sort_out("allreduce", [tensors], opts, op=op, timeout=timeout)
             several = isinstance(tensors, (list, tuple)) and len(tensors) != 1
             redop = given.redop
+            tensor = None if several else single("all_reduce", tensors, "tensor list")
+            is_sparse = not several and tensor.is_sparse and tensor.is_cpu
         if several:
+            self._compare("all_reduce", tensors, tensors)
             return lists.all_reduce(self.core, tensors, redop, given.seconds)
-        tensor = single("all_reduce", tensors, "tensor list")
-        if tensor.is_sparse and tensor.is_cpu:
+        if is_sparse:
+            self._compare("all_reduce", [tensor], [tensor])
             all_reduce_sparse(self.core, tensor, redop, given.seconds)
             return DoneWork([tensor])
         return self._call("all_reduce", given, tensor, redop)
@@ -184,6 +191,7 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
             checks.root_rank("broadcast", given.root, self.core.size)
             checks.root_tensor("broadcast", given.options, count)
         if count != 1:
+            self._compare("broadcast", tensors, tensors)
             return lists.broadcast(self.core, tensors, given.root, given.options, given.seconds)
         return self._call("broadcast", given, single("broadcast", tensors, "tensor list"), given.root)
 
@@ -191,7 +199,7 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         self, output_tensors: Any, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
         input_tensor: Any = None,
     ) -> Any:  # fmt: skip
-        if timeout is None and output_tensors and isinstance(output_tensors, (list, tuple)):
+        if timeout is None and isinstance(output_tensors, (list, tuple)) and output_tensors:
             work = self._fast_path(_ALL_GATHER, input_tensors, output_tensors[0], opts)
             if work is not None:
                 return work
@@ -204,6 +212,7 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
             if len(inputs) == 1:
                 checks.alike("all_gather", outputs[0], inputs[0], sizes=given.options is None)
         if len(inputs) > 1:
+            self._compare("all_gather", inputs, outputs)
             return lists.all_gather(self.core, outputs, inputs, given.seconds)
         return self._call("all_gather", given, outputs[0], inputs[0])
 
@@ -272,7 +281,7 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         self, output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None,
         timeout: Any = None,
     ) -> Any:  # fmt: skip
-        if timeout is None and not output_split_sizes and not input_split_sizes:
+        if timeout is None and _is_empty(output_split_sizes) and _is_empty(input_split_sizes):
             work = self._fast_path(_ALL_TO_ALL_SINGLE, input, output, opts)
             if work is not None:
                 return work
@@ -312,10 +321,14 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Ours, with messages that begin with the text that scripts written for Gloo look for."""
-        values.flag("monitored_barrier: wait_all_ranks", wait_all_ranks)
-        timeout = values.optional(values.duration, "monitored_barrier: timeout", timeout)
-        if timeout is not None and timedelta(0) <= timeout < timedelta(milliseconds=1):
-            raise errors.DeadlineError(f"Rank {self.core.rank} timed out in monitoredBarrier after 0 ms.")
+        try:
+            values.flag("monitored_barrier: wait_all_ranks", wait_all_ranks)
+            timeout = values.optional(values.duration, "monitored_barrier: timeout", timeout)
+            if timeout is not None and timedelta(0) <= timeout < timedelta(milliseconds=1):
+                raise errors.DeadlineError(f"Rank {self.core.rank} timed out in monitoredBarrier after 0 ms.")
+        except Exception as error:
+            self.core.refuse_monitored_barrier(error)
+            raise
         try:
             self.core.monitored_barrier(seconds_of(None, timeout), wait_all_ranks)
         except errors.DeadlineError as error:

@@ -83,7 +83,7 @@ class Running:
     def _call(self, name: str, given: Given, *args: Any, result: Sequence[Any] | None = None) -> Any:
         """Run our collective of that name and wrap its work for torch. Tensors of other devices go to their engine."""
         op = BY_NAME[name]
-        with Refusals(self.core):
+        with Refusals(self):
             result = list(result) if result is not None else _flat(args[0]) if args else []
             inputs = _flat(args[1]) if op.inputs and op.outputs else result
             group: Any = self.core
@@ -96,8 +96,7 @@ class Running:
         if group is None:
             return self._engines.forward(name, args, given.options, given.timeout, device)
         method, name = getattr(group, name), _TORCH_NAMES.get(name, name)
-        if self._debug_checks is not None:
-            self._debug_checks.check(name, inputs, result)
+        self._compare(name, inputs, result)
         if not is_profiling():
             return self._run_as_torch_work(name, method, args, given, result)
         splits = (args[3], args[2]) if name == "all_to_all" and len(args) == 4 else ((), ())
@@ -134,8 +133,12 @@ class Running:
         return work
 
     def refuse(self, error: Exception) -> None:
-        """Tell the others that this rank makes no call, and why."""
-        self.core.refuse(error)
+        """Tell the others that this rank makes no call, and why: before they have compared theirs, where they do."""
+        (self.core if self._debug_checks is None else self._debug_checks).refuse(error)
+
+    def _compare(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        if self._debug_checks is not None:
+            self._debug_checks.check(name, inputs, outputs)
 
     def _tell(self, work: Any, ago: float) -> None:
         """Call the completion hook once the work has ended. ``ago``: seconds since it began."""
