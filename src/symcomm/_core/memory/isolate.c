@@ -55,6 +55,21 @@ bool is_isolated(const char *at, int64_t nbytes) {
     return found;
 }
 
+static uintptr_t nearer(uintptr_t from, uintptr_t border, uintptr_t end) {
+    return from < border && border < end ? border : end;
+}
+
+bool isolated_part(const char *at, char **end) {
+    uintptr_t from = (uintptr_t)at, to = (uintptr_t)*end;
+    bool inside = false;
+    for (int i = 0; i < n_ranges; i++) {
+        inside = inside || (ranges[i].start <= from && from < ranges[i].end);
+        to = nearer(from, ranges[i].end, nearer(from, ranges[i].start, to));
+    }
+    *end = (char *)to; /* NOLINT: an address is what it is */
+    return inside;
+}
+
 void isolate_forget(const char *at, int64_t nbytes) {
     uintptr_t start = (uintptr_t)at, end = start + (uintptr_t)nbytes;
     pthread_mutex_lock(&lock);

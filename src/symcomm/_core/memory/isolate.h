@@ -15,5 +15,8 @@
 bool isolate(char *at, int64_t nbytes);
 /* Whether any of these bytes was isolated. Such memory is not symmetric any more. */
 bool is_isolated(const char *at, int64_t nbytes);
+/* Whether `at` is isolated; `end` moves to where that changes, if it does before. For forked children, which have no
+ * other threads. */
+bool isolated_part(const char *at, char **end);
 /* The addresses are used for something else. */
 void isolate_forget(const char *at, int64_t nbytes);
