@@ -47,6 +47,7 @@ _PUBLIC = {
     "symcomm.store": ("Store", "HashStore", "FileStore", "TCPStore", "PrefixStore"),
     "symcomm.device.data_parallel": ("DataParallel",),
     "symcomm.symm_mem.symmetrize": ("symmetrize",),
+    "symcomm.memory.shared_heap": ("HeapStats", "heap_stats"),
     "symcomm.symm_mem.groups": ("of",),
     "symcomm.windows.window": ("Window",),
     "symcomm.ddp.module": ("DistributedDataParallel",),

@@ -57,6 +57,7 @@ def test_this_machine_as_json():
         told = {f["check"]: f["found"] for f in found["findings"]}
         assert states["torch group"] == OK
         assert told["torch group"] == "two ranks made a group through torch.distributed, twice"
+        assert states["shared heap"] == OK
         assert all(version in told["torch"] for version in torch_versions.TESTED)
     assert all(f["fix"] for f in found["findings"] if f["state"] != OK), "whatever is wrong, there is advice"
 

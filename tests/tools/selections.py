@@ -22,7 +22,7 @@ TORCH = (
     "device_coalesced", "device_copies", "device_data_parallel", "device_nested", "doctor", "engines", "examples",
     "gpu_trouble", "gpu_without", "group_creation", "group_life", "group_life_memory", "handshake", "hooks",
     "hooks_torch", "hosts_torch", "inference", "loaded", "meeting_failures", "profile_fields", "random_graphs",
-    "every_name", "reconfigure_torch",
+    "every_name", "reconfigure_torch", "shared_heap",
     "refusals_torch", "short_way",
     "store_collectives",
     "store_contract", "store_model", "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend",

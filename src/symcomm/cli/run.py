@@ -41,6 +41,7 @@ def run(
     server: options.Server = False,
     insecure: options.Insecure = False,
     bind_numa: options.BindNuma = False,
+    shared_heap: options.SharedHeap = False,
     mps: options.Mps = False,
     prefix: options.Prefix = True,
     color: options.Color = None,
@@ -70,6 +71,8 @@ def run(
     if trace is not None:
         check_output_folder("symcomm run", "--trace", trace)
         variables = {**variables, "SYMCOMM_TRACE_DIR": str(trace.absolute())}
+    if shared_heap:
+        variables = {"SYMCOMM_HEAP": "1", **variables}
     job = jobs.Job(
         command=jobs.build_command(program, args or [], module=module, no_python=no_python, env=variables),
         ranks_here=jobs.parse_count(count),

@@ -49,6 +49,9 @@ Insecure = Annotated[
     bool, flag("--insecure", "Several nodes without a job token (SYMCOMM_TOKEN): anybody can join the store.")
 ]
 BindNuma = Annotated[bool, flag("--bind-numa", "Keep each rank on the cores of one NUMA node, and its memory there.")]
+SharedHeap = Annotated[
+    bool, flag("--shared-heap", "CPU tensors lie in shared memory: calls on them need no copies (SYMCOMM_HEAP=1).")
+]
 Mps = Annotated[bool, flag("--mps", "Start NVIDIA's MPS for the job: ranks on one GPU then use it at the same time.")]
 Prefix = Annotated[bool, flag("--prefix/--no-prefix", "Say which rank wrote a line.")]
 Color = Annotated[bool | None, flag("--color/--no-color", "Colour the prefixes. [default: on a terminal]")]

@@ -43,6 +43,7 @@ from symcomm.memory.flight import CAPACITY, Flight, flight_bytes
 from symcomm.memory.heap import PAGE, Heap
 from symcomm.memory.limits import ENLARGE, check_room, format_bytes, physical_bytes
 from symcomm.memory.numa import UNBOUND, current_node
+from symcomm.memory.shared_heap import open_heap, room, say_ordinary
 
 MAGIC = 0x53594D434F4D4D31
 LIFE = 64
@@ -135,6 +136,7 @@ def read_waits(fd: int) -> tuple[int, ...]:
 
 _peers: weakref.WeakValueDictionary[bytes, Peer] = weakref.WeakValueDictionary()  # arenas mapped by this process
 _peers_lock = threading.RLock()
+_with_heaps: list[Peer] = []  # mapped for ever: forked children have tensors in their parent's heap, too
 
 
 def peer_by_nonce(nonce: bytes) -> Peer | None:
@@ -153,13 +155,15 @@ def add_peer(peer: Peer) -> Peer:
 
 
 class Arena:
-    """This rank's own memory. ``directory`` makes it a named file there (unlinked once all peers have mapped it)."""
+    """This rank's own memory. ``directory`` makes it a named file there (unlinked once all peers have mapped it);
+    ``heap_bytes`` are its last ones, for the shared heap."""
 
-    def __init__(self, directory: str | None = None):
+    def __init__(self, directory: str | None = None, heap_bytes: int = 0):
         self.nonce = secrets.token_bytes(16)
         self.directory = directory
         self.path: str | None = None
-        self.nbytes = min(physical_bytes(), MAX_ADDRESSES // RANKS_PLANNED_FOR) & -HUGE
+        self.own_bytes = own_bytes = min(physical_bytes(), MAX_ADDRESSES // RANKS_PLANNED_FOR) & -HUGE
+        self.nbytes = own_bytes + (min(heap_bytes, own_bytes) & -HUGE)
         self.fd, base = -1, 0
         watch_quotas()
         try:
@@ -179,7 +183,10 @@ class Arena:
         self.peer = add_peer(Peer(self.nonce, os.getpid(), base, self.nbytes))
         self.base = base
         self.flight = Flight(base + PAGE, CAPACITY)
-        self._heap = Heap(PAGE + flight_bytes(CAPACITY), self.nbytes)
+        self._heap = Heap(PAGE + flight_bytes(CAPACITY), own_bytes)
+        if heap_bytes:
+            open_heap(base + own_bytes, self.nbytes - own_bytes, self.fd, own_bytes)
+            _with_heaps.append(self.peer)
         self._lock = threading.RLock()
         self._busy = False  # whoever has the lock is in the middle of it
         self.spares: dict[Any, list[int]] = {}  # parts of groups that were not made; only the same ranks may use them
@@ -418,8 +425,18 @@ def current_arena() -> Arena:
         return mine
     with _arena_lock:
         if (mine := _own_arena()) is None:
-            mine = _process_arena = Arena(named_directory())
+            mine = _process_arena = _make_process_arena()
         return mine
+
+
+def _make_process_arena() -> Arena:
+    """With the shared heap in it, if that is wanted. Without it where there are too few addresses for both."""
+    if heap_bytes := room():
+        try:
+            return Arena(named_directory(), heap_bytes)
+        except ResourceError as error:
+            say_ordinary(str(error).rstrip("."))
+    return Arena(named_directory())
 
 
 def _own_arena() -> Arena | None:

@@ -168,7 +168,7 @@ def memory_stats() -> dict[str, int]:
         "peak_bytes": arena.peak_bytes,
         "reserved_bytes": arena.reserved_bytes,
         "idle_bytes": arena.idle_bytes,
-        "limit_bytes": arena.nbytes,
+        "limit_bytes": arena.own_bytes,
     }
 
 

@@ -64,6 +64,8 @@ def register() -> None:
         return
     dist.Backend.register_backend("symcomm", create, extended_api=True, devices=["cpu", "cuda"])
     torch_patches.apply(*torch_patches.AT_IMPORT)
+    if os.environ.get("SYMCOMM_HEAP"):
+        torch_patches.apply("cpu_allocator")
     wanted = os.environ.get("SYMCOMM_REPLACE", "")
     if "gloo" in wanted.lower().split(","):
         torch_patches.apply(_REPLACES)

@@ -20,6 +20,7 @@ NVIDIA_DEADLINE = 20.0
 TRIAL_DEADLINE = 20.0
 RANKS_DEADLINE = 90.0  # two imports of torch, and CUDA's start
 PARTING = 10.0  # seconds that the launcher has to end its ranks
+HEAP_ADVICE = "everything works without it; see docs/how-to/shared-heap.md"
 DRIFT_NS = 10_000_000  # ten milliseconds of a tenth of a second: no counter that works is that far off
 
 
@@ -79,7 +80,7 @@ def torch() -> list[Finding]:
     except importlib.metadata.PackageNotFoundError:
         return [Finding("torch", WARN, "not installed", "pip install 'symcomm[torch]'")]
     judged = judge_version(version)
-    return [judged, entry_point(), *([] if judged.state == FAIL else [torch_group()])]
+    return [judged, entry_point(), *([] if judged.state == FAIL else [torch_group(), shared_heap()])]
 
 
 def judge_version(version: str) -> Finding:
@@ -103,6 +104,14 @@ def torch_group() -> Finding:
         fix = f"pip install --force-reinstall 'torch=={NEWEST}'; if that does not help, report this"
         return Finding("torch group", FAIL, f"two ranks cannot use torch.distributed: {failure}", fix)
     return Finding("torch group", OK, "two ranks made a group through torch.distributed, twice")
+
+
+def shared_heap() -> Finding:
+    """The same with tensors in the shared heap, which depends on torch's allocator and the system's memory."""
+    failure = run_two_ranks("heap")
+    if failure is not None:
+        return Finding("shared heap", WARN, f"tensors are ordinary with SYMCOMM_HEAP: {failure}", HEAP_ADVICE)
+    return Finding("shared heap", OK, "with SYMCOMM_HEAP=1 tensors lie where peers read them")
 
 
 def entry_point() -> Finding:

@@ -16,6 +16,7 @@ when torch is imported (Symcomm is registered)
     debug_wrapper.py          no wrapper around our groups with TORCH_DISTRIBUTED_DEBUG=DETAIL
     flight_recorder_hook.py   no hook of torch's recorder on our groups
     dist2.py                  torch.distributed._dist2 makes our groups
+    cpu_allocator.py          CPU tensors lie in the arena; only with SYMCOMM_HEAP
     replace_gloo.py           groups asked of Gloo are ours; only with SYMCOMM_REPLACE=gloo
 when the first group is made
     functional_collectives.py operators that torch's C++ does not bring to Python groups
