@@ -19,7 +19,6 @@ import torch
 
 from symcomm.group.buffers import Buffer
 from symcomm.group.p2p import Message
-from symcomm.hierarchical.agreement import Agreements
 from symcomm.hierarchical.connection import LENGTHS, FramedConnection
 from symcomm.hierarchical.control_channel import ControlChannel
 from symcomm.hierarchical.frames import AGREEMENT_STEPS, FIELDS
@@ -29,6 +28,7 @@ from symcomm.hierarchical.message_works import RemoteWork
 from symcomm.hierarchical.refusal import RefusalsAcrossHosts
 from symcomm.hierarchical.rounds import Rounds
 from symcomm.hierarchical.session import Caller
+from symcomm.membership.quorum_board import QuorumBoard
 from symcomm.store.address import LOOPBACK
 from symcomm.types import DType
 from symcomm.windows.hosts import Arrivals, Inbox
@@ -67,7 +67,7 @@ class Victim:
 
     def fresh(self) -> None:
         """Everything of a group anew."""
-        self.matcher, self.rounds, self.agreements = MessageMatcher(self), Rounds(self), Agreements(self)
+        self.matcher, self.rounds, self.board = MessageMatcher(self), Rounds(self), QuorumBoard(self)
         self.refusals = RefusalsAcrossHosts(self)
         self.windows = Arrivals(torch.frombuffer(self.memory, dtype=torch.uint8)[GUARD : GUARD + ROOM], self.cond)
         inbox = Inbox()
@@ -154,8 +154,9 @@ def rank_frame(rng: random.Random) -> tuple[dict[str, Any], bytes]:
         "inline": rng.random() < 0.8, "survey": 0, "seq": 1, "call": "x", "site": "y", "awaits": "w",
         "ended": {"1": "died"},
         "fault": "gone", "story": "z", "ranks": [1], "origin": 1, "seconds": 1.0, "topic": "t", "item": "x",
-        "signature": [0] * 6, "window": 0, "start": rng.choice((0, 4, 8)), "instance": 1, "step": rng.choice(STEPS),
-        "proposal": [1, 1], "dead": "AQ==", "value": [[1, 1], "AQ=="], "accepted": None,
+        "signature": [0] * 6, "window": 0, "start": rng.choice((0, 4, 8)), "step": rng.choice(STEPS),
+        "proposal": [1, 1], "value": [1, 1, "AQ==", True, 1], "accepted": [[1, 1], [1, 1, "AQ==", True, 1]],
+        "vote": 1, "done": 1, "late": 1,
         "told": '[1, "why", "where"]',
     }  # fmt: skip
     kind = rng.choice([*sorted(FIELDS), "window", "window"])

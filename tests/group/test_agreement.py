@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +22,11 @@ import torch
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group import failure
-from symcomm.group import shrink as shrinking
 from symcomm.group.default import join_ranks
 from symcomm.group.factory import make_group
 from symcomm.group.process_group import ProcessGroup
-from symcomm.group.shrink import Attempt, AttemptWord, Record, Records, pack_ranks, unpack_ranks
+from symcomm.membership.shared_board import AttemptWord, Records, SharedBoard, pack_record, unpack_record
+from symcomm.membership.succession import Attempt, Record, Succession, pack_ranks, unpack_ranks
 from symcomm.memory.share import GroupNotBuilt
 from symcomm.store import FileStore
 from tests.support.faults import leftovers, process_state, run_group
@@ -228,8 +227,8 @@ def test_any_set_of_1024_ranks_fits_a_record(dead):
     proposals = (Attempt(1 << 20, 1 << 20, frozenset(dead)), Attempt((1 << 20) + 1, 1 << 20, frozenset(dead)))
     record = Record(proposals, 1 << 20, 1 << 20, item)
     assert unpack_ranks(pack_ranks(dead)) == frozenset(dead)
-    assert Record.unpack(record.pack()) == record
-    assert len(record.pack()) <= 768
+    assert unpack_record(pack_record(record)) == record
+    assert len(pack_record(record)) <= 768
     word = AttemptWord((1 << 47) - 1, 1023, True)
     assert AttemptWord.unpack(word.pack()) == word and word.pack() < 1 << 64
 
@@ -295,12 +294,11 @@ class Scripted:
 
 
 @pytest.mark.parametrize(("since", "error"), [(1, GroupNotBuilt), (2, errors.RankFailedError)])
-def test_a_vote_that_may_have_counted_is_not_taken_back(monkeypatch: pytest.MonkeyPatch, since: int, error: type):
+def test_a_vote_that_may_have_counted_is_not_taken_back(since: int, error: type):
     """Rank 1 is stopped once it has voted for attempt 1, and finds attempt 2. Within the same agreement nobody has
     decided attempt 1, and its part of that group may go (GroupNotBuilt). In a later one rank 0 may have the group."""
     memory = Scripted(2)
-    monkeypatch.setattr(shrinking, "Records", lambda group: memory)
-    agreement = shrinking.Agreement(SimpleNamespace(rank=1, size=2, name="world"), 1.0, [])
+    agreement = Succession(SharedBoard(memory, 1, 2, "world"), 1.0, [])
     first, second = Attempt(1, 1), Attempt(2, since, frozenset({1}) if since == 1 else frozenset())
     memory.now = AttemptWord(1, 0, True)
     memory.records[0] = Record((first,), vote=1)

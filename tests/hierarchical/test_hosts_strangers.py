@@ -365,8 +365,8 @@ def _tampered(kind: str) -> Iterator[dict[str, Any]]:
         "number": 1, "tag": 0, "dtype": 0, "nbytes": 4, "inline": False, "real": True, "survey": 0, "seq": 1,
         "call": "x", "site": "y", "awaits": "", "ended": {},
         "fault": "gone", "story": "z", "ranks": [], "origin": 0, "seconds": 1.0,
-        "topic": "t", "item": "x", "signature": [0] * 6, "instance": 1, "step": "accept", "proposal": [1, 1],
-        "dead": "AQ==", "value": [[1, 1], "AQ=="], "told": '[1, "why", "where"]',
+        "topic": "t", "item": "x", "signature": [0] * 6, "step": "accept", "proposal": [1, 1],
+        "value": [1, 1, "AQ==", True, 1], "told": '[1, "why", "where"]',
     }  # fmt: skip
     odd = [None, -1, 1 << 70, "\ud800", [], {"a": []}, [[]], 1.5, True, float("inf"), "x" * 10]
     fields = _fields(kind)

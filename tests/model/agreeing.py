@@ -1,4 +1,4 @@
-"""Agreement on one host (`group/shrink.py`): whoever gets a group has the same members as everybody else who gets one.
+"""Succession (`membership/succession.py`) on one host: whoever gets a group has the same members as all who get one.
 
 One word (number, author, is_open) is moved by compare-and-swap alone. Each rank has a record that only it writes, as a
 whole: its last two proposals (number, since, dead), the attempt it has voted for, and the last attempt that it has
@@ -20,12 +20,12 @@ Steps = Generator[Step, Any, Any]
 NOBODY: frozenset[int] = frozenset()
 
 MUTANTS = {
-    "goes without all votes": "_take_part: decides although a member has not voted for the attempt",
-    "no compare-and-swap": "_propose, _take_part: the word is stored, whatever it has become",
-    "word before proposal": "_propose: moves the word before the proposal that it names is in the record",
-    "keeps one proposal": "_propose: overwrites the proposal that the word still names",
-    "keeps the wrong proposal": "_propose: keeps its last proposal, also one that lost and has the same number",
-    "frees too early": "_take_part: gives its part back although its agreement may have been decided",
+    "goes without all votes": "vote: decides although a member has not voted for the attempt",
+    "no compare-and-swap": "propose, decide: the word is stored, whatever it has become",
+    "word before proposal": "propose: moves the word before the proposal that it names is in the record",
+    "keeps one proposal": "propose: overwrites the proposal that the word still names",
+    "keeps the wrong proposal": "propose: keeps its last proposal, also one that lost and has the same number",
+    "frees too early": "vote: gives its part back although its agreement may have been decided",
     "does not look for itself": "next_attempt: a rank that was left out goes on",
     "does not wait for others": "_is_over: a new agreement begins although members still read the votes of the last",
 }
@@ -92,7 +92,7 @@ def swap_word(rank: Rank, word: tuple, after: tuple) -> Steps:
 
 
 def attempt_now(rank: Rank) -> Steps:
-    """_now(): the word, and the proposal that it names."""
+    """SharedBoard.now(): the word, and the proposal that it names."""
     while True:
         word = yield load("word")
         if word[0] == 0:

@@ -1,9 +1,10 @@
-"""Agreement across hosts (`hierarchical/agreement.py`): one value is decided, whatever is lost or late.
+"""The register of a quorum (`membership/quorum_board.py`): whoever learns a standing learns one of a single chain.
 
-Every member answers for itself (``Acceptor``); whoever has a reason proposes. Messages lie in the network until they
-are delivered, if ever: loss is a delivery that does not happen. Answers are seen by the proposer one by one, or not at
-all: it goes on with any quorum of them. A value is the proposal in which its group was built, so two proposals never
-mean the same one."""
+Every member answers for itself (``Acceptor``); whoever has a reason changes the standing. Messages lie in the network
+until they are delivered, if ever: loss is a delivery that does not happen. Answers are seen by the proposer one by one,
+or not at all: it goes on with any quorum of them. A standing is the history of its changes, each of them the ballot in
+which it was made, so two standings never mean the same one, and of two that were learned one has to continue the
+other. That is what compare-and-swap is to those who agree by it (`tests/model/agreeing.py`)."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ from typing import Any
 from tests.model.explorer import Model, Step, Strong, choose
 
 Steps = Generator[Step, Any, Any]
-Proposal = tuple[int, int]
-NOTHING: Proposal = (0, -1)
+Ballot = tuple[int, int]
+NOTHING: Ballot = (0, -1)
 
 MUTANTS = {
-    "forgets what was accepted": "_lead: takes its own value although a promise tells of one that was accepted",
-    "takes any accepted value": "_lead: of several accepted values it takes the one of the lowest proposal",
-    "accepts after a higher promise": "on_accept: agrees to a proposal that is lower than one it has promised",
-    "promises everything": "on_prepare: promises a proposal that is lower than one it has promised",
+    "forgets what was accepted": "_swap: makes its own change although a promise tells of another that was accepted",
+    "takes any accepted standing": "_swap: of several accepted standings it takes the one of the lowest ballot",
+    "does not complete what it finds": "_swap: learns a standing that was accepted somewhere, and sends it to nobody",
+    "accepts after a higher promise": "on_accept: agrees in a ballot that is lower than one it has promised",
+    "promises everything": "on_prepare: promises a ballot that is lower than one it has promised",
     "half is enough": "_is_quorum: any half of the members decides",
 }
 
@@ -35,10 +37,10 @@ def is_quorum(ranks: frozenset[int], world: int, without: str = "") -> bool:
 class Network(Strong):
     """Memory in which acceptors answer messages: ``send``, ``deliver`` and ``quorum`` are steps of their own."""
 
-    def __init__(self, world: int, proposals: list[Proposal], without: str):
+    def __init__(self, world: int, ballots: list[Ballot], without: str):
         self.world, self.without = world, without
-        words: dict[Hashable, Any] = {("acceptor", r): (NOTHING, None) for r in range(world)}
-        words |= {(kind, proposal): frozenset() for proposal in proposals for kind in ("promise", "accepted")}
+        words: dict[Hashable, Any] = {("acceptor", r): (NOTHING, (NOTHING, ())) for r in range(world)}
+        words |= {(kind, ballot): frozenset() for ballot in ballots for kind in ("promise", "accepted")}
         super().__init__(words | {"network": frozenset()})
 
     def do(self, state: tuple, who: int, step: Step) -> Iterator[tuple[Any, tuple]]:
@@ -73,15 +75,15 @@ class Network(Strong):
 
     def deliver(self, values: dict, message: tuple) -> dict:
         """Acceptor.on_prepare(), Acceptor.on_accept()"""
-        kind, proposal, value, rank = message
+        kind, ballot, standing, rank = message
         promised, accepted = values["acceptor", rank]
         values = values | {"network": values["network"] - {message}}
-        if kind == "prepare" and (proposal > promised or self.without == "promises everything"):
-            values["acceptor", rank] = proposal, accepted
-            self.answer(values, ("promise", proposal), (rank, accepted))
-        elif kind == "accept" and (proposal >= promised or self.without == "accepts after a higher promise"):
-            values["acceptor", rank] = max(proposal, promised), (proposal, value)
-            self.answer(values, ("accepted", proposal), (rank,))
+        if kind == "prepare" and (ballot > promised or self.without == "promises everything"):
+            values["acceptor", rank] = ballot, accepted
+            self.answer(values, ("promise", ballot), (rank, accepted))
+        elif kind == "accept" and (ballot >= promised or self.without == "accepts after a higher promise"):
+            values["acceptor", rank] = max(ballot, promised), (ballot, standing)
+            self.answer(values, ("accepted", ballot), (rank,))
         return values
 
     @staticmethod
@@ -90,24 +92,28 @@ class Network(Strong):
             values[place] = values[place] | {what}
 
 
-def proposer(proposals: list[Proposal], without: str) -> Steps:
-    """Agreement._propose(), _lead() and _decide(), with the next proposal when one takes too long. Returns what it
-    decided.
-    """
-    for proposal in proposals:
-        yield Step("send", None, ("prepare", proposal, None))
-        promises = yield Step("quorum", ("promise", proposal))
-        told = sorted(accepted for _, accepted in promises if accepted)
-        value = proposal
-        if told and without != "forgets what was accepted":
-            value = told[0 if without == "takes any accepted value" else -1][1]
+def changer(ballots: list[Ballot], without: str) -> Steps:
+    """QuorumBoard._swap(), once for each ballot, from the standing that it knows. Returns those that it has learned."""
+    known: tuple = ()
+    learned: tuple = ()
+    for ballot in ballots:
+        yield Step("send", None, ("prepare", ballot, None))
+        promises = yield Step("quorum", ("promise", ballot))
+        told = sorted(accepted for _, accepted in promises)
+        found = told[0 if without == "takes any accepted standing" else -1][1]
+        if without == "forgets what was accepted":
+            found = ()
         promises, told = None, None
-        yield Step("send", None, ("accept", proposal, value))
+        if len(found) > len(known) and without == "does not complete what it finds":
+            known, learned, found = found, (*learned, found), None
+            continue
+        standing, found = found if len(found) > len(known) else (*known, ballot), None
+        yield Step("send", None, ("accept", ballot, standing))
         if (yield choose("waits", "too long")) == "waits":
-            yield Step("quorum", ("accepted", proposal))
-            return value
-        value = None
-    return None
+            yield Step("quorum", ("accepted", ballot))
+            known, learned = standing, (*learned, standing)
+        standing = None
+    return learned
 
 
 def carrier() -> Steps:
@@ -116,18 +122,22 @@ def carrier() -> Steps:
 
 
 def deciding(
-    without: str = "", world: int = 3, proposals: tuple[tuple[Proposal, ...], ...] = (((1, 0), (3, 0)), ((2, 1),))
+    without: str = "", world: int = 3, ballots: tuple[tuple[Ballot, ...], ...] = (((1, 0), (3, 0)), ((2, 1),))
 ) -> Model:
-    """``proposals``: those that each proposer tries, one after the other."""
-    processes: dict = {
-        f"proposer {n}": lambda mine=mine: proposer(list(mine), without) for n, mine in enumerate(proposals)
-    }
+    """``ballots``: those in which each rank changes the standing, one after the other."""
+    processes: dict = {f"rank {n}": lambda mine=mine: changer(list(mine), without) for n, mine in enumerate(ballots)}
     processes["network"] = carrier
 
     def ends(results: dict) -> str:
-        decided = {value for name, value in results.items() if name != "network" and value not in (None, "stuck")}
-        return f"decided twice: {sorted(decided)}" if len(decided) > 1 else ""
+        learned = sorted(
+            {s for name, mine in results.items() if name != "network" and isinstance(mine, tuple) for s in mine},
+            key=len,
+        )
+        for one, other in combinations(learned, 2):
+            if other[: len(one)] != one:
+                return f"two standings, of which none continues the other: {one}, {other}"
+        return ""
 
-    memory = Network(world, [proposal for mine in proposals for proposal in mine], without)
-    name = f"decision of {world} members, {sum(map(len, proposals))} proposals" + (f", {without}" if without else "")
+    memory = Network(world, [ballot for mine in ballots for ballot in mine], without)
+    name = f"register of {world} members, {sum(map(len, ballots))} ballots" + (f", {without}" if without else "")
     return Model(name, processes, memory, ends, stuck=False)

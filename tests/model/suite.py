@@ -41,7 +41,7 @@ QUICK: list[Callable[[], Model]] = [
     lambda: agreeing.agreement(calls=(2, 2)),
     lambda: agreeing.agreement(hurried=()),
     lambda: deciding.deciding(world=2),
-    lambda: deciding.deciding(proposals=(((1, 0),), ((2, 1),))),
+    lambda: deciding.deciding(ballots=(((1, 0),), ((2, 1),))),
 ]
 
 LONG: list[Callable[[], Model]] = [

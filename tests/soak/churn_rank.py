@@ -26,8 +26,9 @@ import torch
 from symcomm import elastic
 from symcomm.elastic import session as sessions
 from symcomm.elastic import state as states
-from symcomm.group import grow, shrink
+from symcomm.group import grow
 from symcomm.group.process_group import ProcessGroup
+from symcomm.membership.shared_board import Records
 from symcomm.store import handshake
 
 ELEMENTS, BATCH = 20_000, 24
@@ -72,8 +73,8 @@ for phase, owner, name in (
     ("join", grow.JoinQueue, "answer"),
     ("agree", grow.Round, "exchange"),
     ("agree", grow.Round, "decide"),
-    ("agree", shrink.Records, "publish"),
-    ("agree", shrink.Records, "swap"),
+    ("agree", Records, "publish"),
+    ("agree", Records, "swap"),
     ("agree", sessions.Session, "_settle"),
     ("hand-over", ProcessGroup, "all_gather_bytes"),
     ("hand-over", states, "_broadcast"),

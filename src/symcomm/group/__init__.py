@@ -14,7 +14,7 @@ buffers.py        any tensor -> address, count, dtype
 work.py           operations that run while the caller goes on
 chains.py         a call together with the callbacks of its works
 inline_async.py   whether such an operation may run in its caller's thread
-shrink.py         how survivors agree on who goes on
+shrink.py         the group of those who go on, as membership/ decides
 grow.py           how newcomers join
 reconfigure.py    ReconfigurableGroup: members named anew each time; handles.py has their names
 registry.py       groups by name

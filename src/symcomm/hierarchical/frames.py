@@ -59,21 +59,28 @@ def _is_bytes(value: Any) -> bool:
     return type(value) is str and all(c <= "\xff" for c in value)
 
 
-def _is_proposal(value: Any) -> bool:
+def _is_ballot(value: Any) -> bool:
     return type(value) is list and len(value) == 2 and all(map(_is_any_int, value))
 
 
 def _is_set(value: Any) -> bool:
-    """A set of ranks, as hierarchical/agreement.py packs them."""
+    """A set of ranks, as membership/succession.py packs them."""
     return type(value) is str and len(value) <= MOST_PACKED and PACKED.fullmatch(value) is not None
 
 
-def _is_value(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and _is_proposal(value[0]) and _is_set(value[1])
+def _is_standing(value: Any) -> bool:
+    """As membership/quorum_board.py packs it."""
+    return (
+        type(value) is list
+        and len(value) == 5
+        and all(map(is_number, (value[0], value[1], value[4])))
+        and _is_set(value[2])
+        and _is_bool(value[3])
+    )
 
 
 def _is_accepted(value: Any) -> bool:
-    return value is None or (type(value) is list and len(value) == 2 and _is_proposal(value[0]) and _is_value(value[1]))
+    return type(value) is list and len(value) == 2 and _is_ballot(value[0]) and _is_standing(value[1])
 
 
 def _is_signature(value: Any) -> bool:
@@ -112,21 +119,20 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     },
     "refusal": {"seq": is_number, "told": _is_told},
     "exchange": {"topic": _is_text, "item": _is_bytes},
-    "agree": {"instance": is_number, "step": lambda step: step in AGREEMENT_STEPS},
+    "agree": {"step": lambda step: step in AGREEMENT_STEPS},
     "arrival": {"seq": is_number, "signature": _is_signature},
 }  # fmt: skip
 
 
-AGREEMENT_STEPS: Mapping[str, Mapping[str, Check]] = {  # by step, see hierarchical/agreement.py
-    "here": {},
+AGREEMENT_STEPS: Mapping[str, Mapping[str, Check]] = {  # by step, see membership/quorum_board.py
+    "prepare": {"proposal": _is_ballot},
+    "promise": {"proposal": _is_ballot, "accepted": _is_accepted},
+    "accept": {"proposal": _is_ballot, "value": _is_standing},
+    "accepted": {"proposal": _is_ballot},
+    "refused": {"proposal": _is_ballot, "value": _is_standing},
+    "learned": {"value": _is_standing},
+    "record": {"vote": is_number, "done": is_number, "late": is_number, "value": _is_standing},
     "quit": {},
-    "late": {"proposal": _is_proposal, "dead": _is_set},
-    "prepare": {"proposal": _is_proposal, "dead": _is_set},
-    "promise": {"proposal": _is_proposal, "accepted": _is_accepted},
-    "accept": {"proposal": _is_proposal, "value": _is_value, "dead": _is_set},
-    "accepted": {"proposal": _is_proposal},
-    "refused": {"proposal": _is_proposal, "dead": _is_set},
-    "decided": {"value": _is_value},
 }
 
 MESSAGES = FIELDS.keys() - {"arrival"}  # which travels over leader links

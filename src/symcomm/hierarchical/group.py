@@ -25,7 +25,6 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.group.refusal import Settled, settled
 from symcomm.group.request import Request
 from symcomm.group.work import Batch, Timeout, Work, to_ns
-from symcomm.hierarchical.agreement import Agreement, Agreements
 from symcomm.hierarchical.connection import FramedConnection, ProtocolViolation
 from symcomm.hierarchical.control_channel import ControlChannel, Endpoint, channel_of, check_tokens, endpoint_in
 from symcomm.hierarchical.discovery import (
@@ -52,9 +51,11 @@ from symcomm.hierarchical.p2p import HierarchicalMessages
 from symcomm.hierarchical.refusal import RefusalsAcrossHosts
 from symcomm.hierarchical.rounds import Rounds
 from symcomm.hierarchical.scratch import Scratch
+from symcomm.hierarchical.shrink import shrink
 from symcomm.hierarchical.standoff import Waits
 from symcomm.hierarchical.topology import Layout
 from symcomm.hierarchical.work import HierarchicalWork, Runner
+from symcomm.membership.quorum_board import QuorumBoard
 from symcomm.memory.hosts import boot_id, network
 from symcomm.memory.share import Deadline, Exchange
 from symcomm.store.address import LOOPBACK, own_address
@@ -70,7 +71,7 @@ _RECEIVERS = {
     "sending": attrgetter("matcher.on_sending"), "cancelled": attrgetter("matcher.on_cancelled"),
     "ask": attrgetter("failures.answer"), "answer": attrgetter("failures.note_answer"),
     "refusal": attrgetter("refusals.note"), "exchange": attrgetter("rounds.note"),
-    "agree": attrgetter("agreements.note"),
+    "agree": attrgetter("board.note"),
 }  # fmt: skip
 _living: weakref.WeakSet[HierarchicalGroup] = weakref.WeakSet()
 
@@ -135,7 +136,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self._runner = Runner()
         self.scratch = Scratch(self.arena)
         self.matcher, self.waits = MessageMatcher(self), Waits(self)
-        self.rounds, self.agreements = Rounds(self), Agreements(self)
+        self.rounds, self.board = Rounds(self), QuorumBoard(self)
         self._handlers: dict[str, Handler] = {}  # of messages of the layers above, by kind
         self._abandoned: list[Any] = []  # operations and tensors whose memory the engine may still write to
         self._has_left = False
@@ -545,7 +546,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             smaller.set_timeout(self.timeout)  # the short one was for building it
             return smaller
 
-        smaller = Agreement(self, seconds, exclude, quorum).reach(make)
+        smaller = shrink(self, seconds, exclude, quorum, make)
         self._abort_once()  # for ranks that were left out, should they still use it
         smaller.inherit(self)
         return smaller
