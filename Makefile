@@ -70,13 +70,13 @@ check: $(BUILT) lint ## lint, types and the tests that matter most for what chan
 lint: $(BUILT) ## ruff (lint and format), clang-format and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) --dry-run -Werror $(C_SRC) tests/core/litmus.c)
+	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) --dry-run -Werror $(C_SRC) tests/core/litmus.c tests/memory/heap_stress.c)
 	$(BIN)/mypy
 
 format: $(BUILT) ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) -i $(C_SRC) tests/core/litmus.c)
+	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) -i $(C_SRC) tests/core/litmus.c tests/memory/heap_stress.c)
 
 test-gpu: $(BUILT) ## what needs a CUDA GPU (skipped by `make test` where there is none)
 	$(BIN)/python -m pytest -q tests/cuda

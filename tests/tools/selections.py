@@ -47,7 +47,7 @@ MAIN_ONLY = (
     "collectives", "control_plane", "custom_plans", "death", "demo", "docs", "elastic", "failures", "flight", "fuzz",
     "giving_up",
     "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_graphs", "gpu_torch", "gpu_windows", "groups", "grow",
-    "held_receives", "hosts_aftermath",
+    "heap_stress", "held_receives", "hosts_aftermath",
     "hosts_attack", "hosts_failures", "hosts_giving_up", "hosts_lines", "hosts_messages", "hosts_network",
     "hosts_programs", "hosts_strangers", "hosts_values",
     "integrations", "joint_copies", "layers", "leaving", "litmus", "model", "p2p", "ray", "reconfigure",
