@@ -85,7 +85,7 @@ test-torch: $(TORCH_ENV)/.ready ## the torch-facing tests on another torch: TORC
 	@echo "== building the C core"
 	@SYMCOMM_WERROR=1 $(TORCH_ENV)/bin/python setup.py -q build_ext --inplace
 	@echo "== the torch-facing tests on torch $(TORCH), $$($(TORCH_ENV)/bin/python -V)"
-	PYTHONPATH=src $(TORCH_ENV)/bin/python -m tests.tools.side_by_side -n $(TESTERS) --log build/torch-$(TORCH) torch
+	PYTHONPATH=src $(TORCH_ENV)/bin/python -m tests.tools.side_by_side -n $(TESTERS) --log build/torch-$(TORCH) torch_versions
 
 $(TORCH_ENV)/.ready: pyproject.toml
 	@echo "== setting up $(TORCH_ENV) (first time only: some minutes, up to 6 GB)"
@@ -109,7 +109,7 @@ test-python: ## one wheel for every Python, tested without torch: PYTHON=python3
 	@echo "== the tests that need no torch on $$($(PYTHON_ENV)/bin/python -V), from a folder without the sources"
 	@rm -rf $(PYTHON_ENV)/checkout && mkdir $(PYTHON_ENV)/checkout
 	@cp -r tests examples docs pyproject.toml $(PYTHON_ENV)/checkout
-	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m tests.tools.side_by_side -n $(TESTERS) without-torch
+	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m tests.tools.side_by_side -n $(TESTERS) without_torch
 
 wheels: $(WHEELS_ENV)/.ready ## this platform's wheel and the source distribution, in build/dist, checked and tried
 	@PATH="$(WHEELS_ENV)/bin:$$PATH" $(WHEELS_ENV)/bin/python -m tests.tools.wheels build/dist

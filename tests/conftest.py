@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.tools.selections import LONG, TESTS
+from tests.tools.selections import TESTS
 from tests.tools.side_by_side import SHARE, Share
 
 LINES, WIDTH = 12, 400  # of a failure that is told again
@@ -70,10 +70,7 @@ def _own_shared_memory() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What looks at the whole process comes first, before other tests have left ranks and sockets in it. Then files
     that take long, so that processes which share the files end at about the same time."""
-    places = {f"test_{name}": place for place, name in enumerate(LONG)}
-    items.sort(
-        key=lambda item: (item.get_closest_marker("unused_process") is None, places.get(item.path.stem, len(LONG)))
-    )
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("unused_process", "long")])
 
 
 @pytest.hookimpl(tryfirst=True)

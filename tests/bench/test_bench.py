@@ -40,6 +40,8 @@ from symcomm.cli.progress import Bar
 from tests.support.bench_cli import cli, refused
 from tests.support.loaded import stand_in
 
+pytestmark = pytest.mark.long
+
 TINY = ["-n", "3", "-w", "1", "--rounds", "1"]
 SMALL = Effort(rounds=1, repetitions=1, iterations=3, warmup=1)
 

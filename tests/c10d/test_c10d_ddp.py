@@ -16,6 +16,8 @@ from symcomm.errors import BadArgumentError
 from tests.support.c10d_compare import OLDER, ours, same, since_2_15, theirs
 from tests.torch_backend.checks import leave
 
+pytestmark = pytest.mark.torch_versions
+
 
 @pytest.mark.parametrize(
     "expression",

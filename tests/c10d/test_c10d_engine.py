@@ -22,6 +22,8 @@ from tests.support.c10d_compare import (
 )
 from tests.support.ranks import until
 
+pytestmark = pytest.mark.torch_versions
+
 LIMIT = timedelta(seconds=20)
 
 

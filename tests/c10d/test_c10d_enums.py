@@ -7,6 +7,8 @@ import pytest
 pytest.importorskip("torch")
 from tests.support.c10d_compare import NEWEST, ours, same, theirs
 
+pytestmark = pytest.mark.torch_versions
+
 ENUMS = ["DebugLevel", "ErrorType", "OpType", "WorkResult", "ProcessGroup.BackendType", *["HookOpName"] * NEWEST]
 MEMBERS = [f"m.{e}.{n}" for e in ENUMS for n in eval(f"theirs.{e}.__members__")]
 

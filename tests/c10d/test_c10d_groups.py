@@ -24,6 +24,8 @@ from tests.support.c10d_compare import (
 )
 from tests.support.ranks import until
 
+pytestmark = pytest.mark.torch_versions
+
 CPU = torch.device("cpu")
 
 # --- the fake group -----------------------------------------------------------------------------------------------

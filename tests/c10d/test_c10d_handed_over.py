@@ -21,6 +21,8 @@ from symcomm.torch_backend import stores
 from symcomm.torch_backend.register import register
 from tests.support.c10d_compare import on_two_ranks, ours, theirs
 
+pytestmark = pytest.mark.torch_versions
+
 SOON = timedelta(seconds=20)
 
 # --- stores -------------------------------------------------------------------------------------------------------

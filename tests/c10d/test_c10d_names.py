@@ -16,6 +16,8 @@ import pytest
 pytest.importorskip("torch")
 from tests.support.c10d_compare import ours, theirs
 
+pytestmark = pytest.mark.torch_versions
+
 
 def names(module) -> list[str]:
     return [name for name in dir(module) if not name.startswith("__")]

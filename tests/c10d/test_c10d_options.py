@@ -17,6 +17,8 @@ import torch
 from symcomm.errors import BadArgumentError
 from tests.support.c10d_compare import ours, outcome, plain, same, since_2_13, since_2_15, theirs
 
+pytestmark = pytest.mark.torch_versions
+
 CALLS = [
     "AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions", "BarrierOptions",
     "BroadcastOptions", "GatherOptions", "ReduceOptions", "ReduceScatterOptions", "ScatterOptions",

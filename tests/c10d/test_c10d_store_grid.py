@@ -20,7 +20,10 @@ from torch.distributed import DistNetworkError
 
 from tests.support.c10d_compare import family, ours, outcome, plain, since_2_13, theirs
 
-pytestmark = since_2_13  # an older binding takes fewer kinds of lists and numbers
+pytestmark = [
+    pytest.mark.torch_versions,
+    since_2_13,  # an older binding takes fewer kinds of lists and numbers
+]
 
 
 class Index:

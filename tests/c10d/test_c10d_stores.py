@@ -19,6 +19,8 @@ from symcomm.errors import DeadlineError, SymcommError
 from symcomm.torch_backend.register import register
 from tests.support.c10d_compare import ours, outcome, plain, same, since_2_15, theirs
 
+pytestmark = pytest.mark.torch_versions
+
 CONSTRUCTORS = """
 m.HashStore() | m.HashStore(3) | m.FileStore() | m.FileStore(3) | m.PrefixStore('a') | m.PrefixStore('a', 3)
 m.PrefixStore(3, m.HashStore()) | m.PrefixStore('a', m.HashStore()) | m.PrefixStore(prefix='a', store=m.HashStore())

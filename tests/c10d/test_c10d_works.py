@@ -17,6 +17,8 @@ import torch
 from symcomm.errors import DeadlineError
 from tests.support.c10d_compare import NEWEST, ours, outcome, same, since_2_15, theirs
 
+pytestmark = pytest.mark.torch_versions
+
 WORKS = ["m.Work()", "m.FakeWork()", "m.PythonCallbackWork(lambda t: True)", "m.PythonCallbackWork(lambda t: False)"]
 CALLS = [
     "is_success()", "exception()", "result()", "source_rank()", "_source_rank()", "_get_op_type()",

@@ -16,6 +16,8 @@ from symcomm.errors import CollectiveMismatchError
 from symcomm.torch_backend.group import TorchGroup
 from tests.support.c10d_compare import family, on_two_ranks, ours, outcome, plain, since_2_13, theirs
 
+pytestmark = pytest.mark.torch_versions
+
 WRAPPED = [
     "w.wrapped_pg is i", "w.name()", "w._get_backend_name()", "w.rank()", "w.size()", "w.get_error()",
     "w.supports_splitting", "w._get_sequence_number_for_group()", "type(w.options).__name__", "w.memory_stats()",

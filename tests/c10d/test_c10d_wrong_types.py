@@ -14,6 +14,8 @@ from symcomm.errors import WrongTypeError
 from symcomm.torch_backend.group import TorchGroup
 from tests.support.c10d_compare import family, ours, outcome, plain, same, since_2_13, theirs
 
+pytestmark = pytest.mark.torch_versions
+
 X, LIST, LISTS = "torch.ones(2)", "[torch.ones(2)]", "[[torch.ones(2)]]"
 NOT_OPTIONS = ["'sum'", "3", "3.5", "td(seconds=1)", "object()", "[3]", "R.SUM", "m.WorkResult.SUCCESS"]
 OPTIONS = ["m.AllreduceOptions()", "m.BroadcastOptions()", "m.BarrierOptions()", "m.AllToAllOptions()"]

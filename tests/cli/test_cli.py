@@ -19,6 +19,8 @@ from symcomm.launcher import job, verdict
 from symcomm.launcher.output import MAX_LINE, LineStream, want_color
 from tests.support.command import SRC, symcomm
 
+pytestmark = pytest.mark.without_torch
+
 # --- the command ---------------------------------------------------------------------------------
 
 

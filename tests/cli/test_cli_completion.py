@@ -16,6 +16,8 @@ import pytest
 from tests.support.command import SRC, symcomm
 from tests.support.faults import readable
 
+pytestmark = pytest.mark.without_torch
+
 MARK = "typed-to-the-end"
 # After a prompt: a unique beginning of a command, of an option, of a value; and what stands there after Tab.
 TYPED = {

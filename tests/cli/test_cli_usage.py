@@ -13,6 +13,8 @@ from symcomm.cli.bench_options import COLLECTIVES, OTHERS
 from symcomm.simulate.predict import COLLECTIVES as PREDICTED
 from tests.support.command import symcomm
 
+pytestmark = pytest.mark.without_torch
+
 USAGE = {
     "run": "[OPTIONS] SCRIPT [ARGS]...", "trace": "[OPTIONS] [DIR]", "demo": "[OPTIONS]", "bench": "[OPTIONS] [WHAT]",
     "simulate": "[OPTIONS] [WHAT]", "top": "[OPTIONS] [JOB]",

@@ -21,7 +21,12 @@ from symcomm._core import native
 from symcomm.cli.doctor import examine, exit_code
 from symcomm.observe.health import FAIL, OK, WARN, Finding, machine, memory, network, run_checks, software
 
-pytestmark = pytest.mark.timeout(240)  # each examination starts two ranks that import torch
+pytestmark = [
+    pytest.mark.torch_versions,
+    pytest.mark.without_torch,
+    pytest.mark.long,
+    pytest.mark.timeout(240),  # each examination starts two ranks that import torch
+]
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 SRC = Path(__file__).parents[2] / "src"

@@ -24,6 +24,8 @@ from tests.support.faults import run_group
 from tests.support.ranks import returned
 from tests.support.reductions import COMPLEX, DEFINED, expected, moderate, torch_dtype
 
+pytestmark = pytest.mark.long
+
 NEVER, ALWAYS = 1 << 50, 0
 LIMITS = {
     "usual": Limits(),

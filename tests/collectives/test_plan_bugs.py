@@ -23,6 +23,8 @@ from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Loop, Reduce, 
 from tests.support.plan_cases import BY_NODE as NODES
 from tests.support.plan_cases import ROOTED, TINY, UNROOTED, Case, Operation, combine, on_nodes
 
+pytestmark = pytest.mark.without_torch
+
 SCHEDULES = [1, 2, "slowest 0", "fastest 0"]
 SUBJECTS = [
     *(Case(name, 3, 215, 1, symmetric=symmetric) for name in (*ROOTED, *UNROOTED) for symmetric in ("none", "all")),

@@ -17,6 +17,8 @@ from symcomm.collectives.interpret import PlanError
 from symcomm.collectives.interpret_failures import Failure, run_failing
 from tests.support.plan_cases import BY_NODE, ROOTED, TINY, UNROOTED, Case, Operation, combine, explain, on_nodes
 
+pytestmark = [pytest.mark.without_torch, pytest.mark.long]
+
 PUSHING = [Case(name, 3, 40, 1, symmetric="all") for name in ("all_reduce", "reduce")]
 
 

@@ -22,6 +22,8 @@ from symcomm.collectives.select import DEFAULT, elements_of
 from symcomm.types import DType, RedOpType
 from tests.support.plan_cases import BY_NODE, ROOTED, TINY, UNROOTED, Case, Operation, combine, explain, on_nodes
 
+pytestmark = [pytest.mark.without_torch, pytest.mark.long]
+
 
 def play(cases: Sequence[Case], schedule: int | str) -> None:
     """Runs the cases one after the other on one group and compares what every rank got."""

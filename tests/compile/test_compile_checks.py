@@ -12,6 +12,8 @@ from symcomm.torch_versions import release
 from tests.support.check_runner import run_checks
 from tests.support.programs import environment, kernels_of
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.long]
+
 ROOT = Path(__file__).parents[2]
 # Decorated functions, read from the text: this file needs no torch of its own.
 CHECKS = [

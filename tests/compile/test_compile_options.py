@@ -17,6 +17,8 @@ from tests.support.programs import environment
 
 pytest.importorskip("torch")
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.long]
+
 
 def test_options(monkeypatch: pytest.MonkeyPatch):
     from symcomm.compile import options

@@ -15,6 +15,8 @@ from tests.compile.random_graphs.steps import TABLE
 from tests.support import loaded
 from tests.support.programs import environment, kernels_of
 
+pytestmark = pytest.mark.torch_versions
+
 ROOT = Path(__file__).parents[2]
 FIRST, COUNT = 1000, 20
 DEADLINE = 500  # 25 s of CPU time, and as much again where no kernel is known yet

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support import loaded
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.long]
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -31,6 +31,8 @@ from tests.support.reductions import (
     torch_dtype,
 )
 
+pytestmark = pytest.mark.long
+
 UNDEFINED = [pair for pair in itertools.product(DType, RedOpType) if pair not in DEFINED]
 COUNTS = (0, 1, 3, 7, 31, 64, 1000, 4097)
 N_SOURCES = (1, 2, 3, 5, 8, 16)

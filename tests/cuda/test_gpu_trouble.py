@@ -23,6 +23,8 @@ from symcomm.cuda.work import CudaWork
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.torch_versions
+
 # --- the watchdog -------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,8 @@ from symcomm.launcher.mps import multi_process_service
 from symcomm.types import DType, RedOpType
 
 torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.torch_versions
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 
 

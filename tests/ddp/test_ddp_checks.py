@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.check_runner import run_checks
 
+pytestmark = pytest.mark.torch_versions
+
 FILES = ("checks.py", "more_checks.py")
 # Decorated functions, read from the text: this file needs no torch of its own.
 CHECKS = [

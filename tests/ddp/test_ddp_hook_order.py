@@ -23,6 +23,8 @@ from symcomm.ddp import DistributedDataParallel, hooks  # noqa: E402
 from tests.support.ddp_jobs import dressed  # noqa: E402
 from tests.torch_backend.checks import leave  # noqa: E402
 
+pytestmark = pytest.mark.torch_versions
+
 DIM, LAYERS, PATIENCE = 4, 3, 3.0
 
 

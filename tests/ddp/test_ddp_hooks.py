@@ -33,6 +33,8 @@ from tests.support.ddp_jobs import (
 from tests.support.ranks import run_ranks
 from tests.torch_backend.checks import leave
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.long]
+
 # --- one small job -------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,8 @@ from tests.support.ddp_jobs import (  # noqa: E402
     weights_of,
 )
 
+pytestmark = pytest.mark.torch_versions
+
 
 def test_diloco_without_momentum_is_local_sgd():
     sgd = run(lambda m, g: hooks.LocalSGDState(m.parameters(), 4, g), hooks.local_sgd_hook, n=2, steps=8)

@@ -17,6 +17,8 @@ from symcomm.demo import train as demo_train
 from tests.support import loaded
 
 torch = pytest.importorskip("torch", reason="the demo trains a model")
+
+pytestmark = pytest.mark.long
 SMALLER = """
 import dataclasses
 from symcomm.cli import demo

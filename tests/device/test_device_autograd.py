@@ -9,6 +9,8 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from symcomm import comm
 from symcomm.device import nccl
 
+pytestmark = pytest.mark.torch_versions
+
 CPU2, CPU3 = ["cpu"] * 2, ["cpu"] * 3
 
 

@@ -15,7 +15,7 @@ from symcomm._core import native
 from symcomm.device import coalesce, nccl, packing
 from symcomm.errors import BadArgumentError
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+pytestmark = [pytest.mark.torch_versions, pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")]
 
 
 def refuses(words: str):

@@ -17,6 +17,8 @@ from symcomm.device.copies import suggested_memory_format
 from symcomm.errors import BadArgumentError
 from symcomm.group.buffers import torch_dtypes
 
+pytestmark = pytest.mark.torch_versions
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
 
 

@@ -14,6 +14,8 @@ import symcomm
 from symcomm import comm
 from symcomm.errors import BadArgumentError
 
+pytestmark = pytest.mark.torch_versions
+
 CPU2 = ["cpu", "cpu"]
 
 

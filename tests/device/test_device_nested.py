@@ -13,6 +13,8 @@ from torch import nn
 from symcomm import comm
 from symcomm.errors import BadArgumentError
 
+pytestmark = pytest.mark.torch_versions
+
 CPU2 = ["cpu", "cpu"]
 
 

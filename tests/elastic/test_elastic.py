@@ -25,6 +25,8 @@ from tests.support.elastic_ranks import ElasticRanks
 from tests.support.examples import ROOT, losses, run_example
 from tests.support.ranks import die, returned
 
+pytestmark = pytest.mark.long
+
 STEPS, BATCH, AT = 10, 24, 4
 WAIT = 20.0
 Hook = Callable[[str, Any], None]  # called with the moment and the session

@@ -23,6 +23,8 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.types import RedOpType
 from tests.support.autograd import LEAF, Case, check, must_be_noticed, saved
 
+pytestmark = pytest.mark.torch_versions
+
 WORLD = 2
 New = Callable[[int], torch.Tensor]
 

@@ -29,6 +29,8 @@ from tests.support.faults import process_state, run_group
 from tests.support.host_ranks import run_on_hosts
 from tests.support.ranks import Outcome, run_ranks
 
+pytestmark = pytest.mark.torch_versions
+
 NOTICED = 8.0  # seconds, on a busy machine; the deadlines are far longer
 
 

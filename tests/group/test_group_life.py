@@ -15,6 +15,8 @@ from tests.support.ports import free_port
 from tests.support.programs import find_mpirun, run, run_loaded
 from tests.support.ranks import run_ranks
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.long]
+
 PROGRAM = ["-m", "tests.support.life_program"]
 
 LIVES = int(os.environ.get("SYMCOMM_LIVES", "15"))  # of a process; `make soak` wants 100

@@ -25,6 +25,8 @@ from symcomm.types import DType, RedOpType
 from tests.support.faults import join_group
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.torch_versions
+
 CYCLES = 300
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -18,7 +18,7 @@ from symcomm import HookOpName, Message, errors
 from tests.support.hook_log import Log
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.torch_versions, pytest.mark.timeout(120)]
 
 
 def on_threads(work: Any, ranks: int = 2, **options: Any) -> list[Any]:

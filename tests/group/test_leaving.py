@@ -30,7 +30,7 @@ N = 16_384  # elements: a message of so many is read where it lies, if that is s
 PROMPT = 5.0  # seconds, far below the deadlines here
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_is_left")]
 
 
 def extent(team: ProcessGroup) -> tuple[int, int]:

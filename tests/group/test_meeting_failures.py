@@ -33,6 +33,8 @@ from symcomm.store.handshake import _Attempt
 from tests.support.faults import leftovers
 from tests.support.ranks import run_ranks, until
 
+pytestmark = pytest.mark.torch_versions
+
 WORDS = "there is no room here"
 SOON = 10.0  # seconds: a wide bound of "at once"
 LONG = 100.0  # what a rank would wait for another that does not come

@@ -15,6 +15,8 @@ import symcomm
 from symcomm import errors
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.without_torch
+
 MODES = ["processes", "threads"]
 COUNTS = [1, 5, 1 << 15]
 CASES = [(count, dtype) for count in COUNTS for dtype in ("f4", "f8", "i4", "i8", "u1")]

@@ -9,7 +9,7 @@ import pytest
 import symcomm
 from symcomm import errors
 
-pytestmark = pytest.mark.usefixtures("forked_ranks")
+pytestmark = [pytest.mark.without_torch, pytest.mark.usefixtures("forked_ranks")]
 
 ODD = [5, None, "text", b"bytes", {"a": [1, 2.5]}, (), frozenset({3}), list(range(1000))]
 

@@ -25,6 +25,8 @@ from symcomm.ops import CACHED
 from symcomm.torch_backend import options_layout
 from tests.support.tensor_kinds import OF_THEIR_MEMORY, OTHERS, at_low_address, low_buffer
 
+pytestmark = pytest.mark.torch_versions
+
 WORLD = 2
 SHORT = {"short": 1, "long": 0, "inline": 1, "queued": 0}
 LONG = {"short": 0, "long": 1, "inline": 1, "queued": 0}

@@ -26,6 +26,8 @@ from symcomm.memory import arena
 from symcomm.store import FileStore
 from tests.support.ranks import until
 
+pytestmark = pytest.mark.long
+
 MODES = ["threads", "processes"]
 
 

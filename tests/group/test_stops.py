@@ -29,6 +29,8 @@ from tests.support.faults import process_state
 from tests.support.ranks import returned, until
 from tests.support.reconfigure_ranks import STEPS, Party, around, before_hosts_connect, expected, failure, on_hosts
 
+pytestmark = pytest.mark.long
+
 SECONDS = 4.0  # of one deadline: all scenarios of a test run at once
 WAIT = 20.0
 EVERY_STEP = "SYMCOMM_EVERY_STEP" in os.environ  # for every victim, as `make soak` wants it

@@ -32,7 +32,7 @@ PLANS = {  # which ranks' tensors are symmetric
 }
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_is_left")]
 
 
 def await_first(team: ProcessGroup) -> None:

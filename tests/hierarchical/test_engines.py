@@ -21,6 +21,8 @@ from symcomm.hierarchical.engines import base as engines
 from symcomm.hierarchical.engines.base import Engine, available_engines, engine_class, wanted_engine
 from tests.hierarchical.engine_contract import CHECKS, RANKS, run_contract
 
+pytestmark = pytest.mark.torch_versions
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -16,6 +16,8 @@ from symcomm.cli import bench
 from symcomm.cli.bench import pick_collectives
 from tests.support.namespaces import network
 
+pytestmark = pytest.mark.long
+
 SCRIPT = """
 import os, sys, time
 import torch

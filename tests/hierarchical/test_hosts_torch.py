@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.torch_versions
 
 
 def _program(rank: int, world: int, path: str):

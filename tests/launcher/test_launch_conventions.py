@@ -13,6 +13,8 @@ from symcomm.launcher.job import NodePlacement, find_placement
 from symcomm.store.launchers import port_for_job
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.without_torch
+
 SLURM = {
     "SLURM_PROCID": "1",
     "SLURM_NTASKS": "4",

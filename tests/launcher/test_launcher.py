@@ -25,6 +25,8 @@ from symcomm.launcher.launch import launch
 from symcomm.launcher.output import Output
 from tests.support.jobs import DEADLINE, environ, is_running
 
+pytestmark = [pytest.mark.without_torch, pytest.mark.long]
+
 # --- what a rank sees ----------------------------------------------------------------------------
 
 DUMP = "print(json.dumps(dict(os.environ)))"

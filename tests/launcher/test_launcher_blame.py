@@ -8,6 +8,8 @@ import pytest
 
 from symcomm.launcher.verdict import RankEnd, find_cause
 
+pytestmark = pytest.mark.without_torch
+
 
 @pytest.mark.parametrize("named_fails", [True, False])
 def test_a_rank_that_missed_another_gives_way_to_it(jobs, named_fails):

@@ -13,6 +13,8 @@ from symcomm.errors import BadArgumentError
 from symcomm.launcher.job import Job, parse_range, reserve_port
 from tests.support.jobs import DEADLINE
 
+pytestmark = pytest.mark.without_torch
+
 # Ranks of a group that lose and gain others without any torch. A newcomer prints, too.
 JOINING = """
 import symcomm

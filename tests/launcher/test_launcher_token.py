@@ -13,6 +13,8 @@ from symcomm.store.bootstrap import rendezvous
 from symcomm.store.tcp import TCPStore
 from tests.support.tcp import serve
 
+pytestmark = pytest.mark.without_torch
+
 FAR = ("node0", 29500)
 
 

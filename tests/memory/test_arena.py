@@ -32,6 +32,8 @@ from symcomm.memory.arena import Arena, use_arena
 from symcomm.memory.heap import PAGE, Heap
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.without_torch
+
 MIB = 1 << 20
 
 

@@ -19,6 +19,8 @@ from symcomm.memory import arena as arena_module
 from symcomm.store import FileStore
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.without_torch
+
 SMALL = 16 << 20
 
 

@@ -22,6 +22,8 @@ from symcomm.memory.arena import Arena, use_arena
 from symcomm.memory.heap import PAGE
 from tests.fuzz import arena as fuzz_arena
 
+pytestmark = pytest.mark.without_torch
+
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
 

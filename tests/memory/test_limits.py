@@ -9,6 +9,8 @@ import pytest
 from symcomm import errors
 from symcomm.memory import limits
 
+pytestmark = pytest.mark.without_torch
+
 MIB = 1 << 20
 UNLIMITED = 9223372036854771712  # what version 1 says where there is no limit
 

@@ -29,6 +29,8 @@ from symcomm.memory.arena import Arena
 from symcomm.memory.flight import read_flight
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.without_torch
+
 COUNT = 100_003  # float32: more than node_bytes, several chunks, not a whole number of slices
 PIECE = 25_000
 

@@ -21,6 +21,8 @@ from symcomm.memory.arena import current_arena
 from symcomm.memory.shared_heap import LEAST_BYTES, heap_stats
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.torch_versions
+
 MIB = 1 << 20
 FLOATS = LEAST_BYTES // 4
 

@@ -29,6 +29,8 @@ from tests.model import (
 from tests.model.explorer import ACQUIRE, RELEASE, Model, Step, Strong, check, explore, fence, load, own, store
 from tests.model.weak import Weak
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 MODULES = [agreeing, attaching, copying, deciding, giving_up, leaving, refusing, sleeping, voiding]
 

@@ -25,6 +25,8 @@ from symcomm.observe.server.server import start
 from symcomm.store import HashStore, PrefixStore
 from tests.support.control_client import ask
 
+pytestmark = pytest.mark.without_torch
+
 SRC = Path(__file__).parents[2] / "src"
 
 

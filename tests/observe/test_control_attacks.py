@@ -25,6 +25,8 @@ from tests.fuzz import http as fuzz_http
 from tests.support.control_client import ask, connect, exchange
 from tests.support.ranks import until
 
+pytestmark = pytest.mark.without_torch
+
 TOKEN = "the-token-of-this-job"
 
 

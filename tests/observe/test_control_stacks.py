@@ -16,6 +16,8 @@ from symcomm.observe.recorder.stacks import Frame, ThreadStack
 from symcomm.observe.recorder.trace import RankTrace
 from symcomm.observe.top import ask, jobs
 
+pytestmark = pytest.mark.without_torch
+
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
 STACKS = [ThreadStack("MainThread", True, (Frame("train.py", 7, "step"),))]

@@ -15,6 +15,8 @@ from symcomm.observe.top.model import Live
 from symcomm.observe.top.simulate import SimulatedFeed
 
 prometheus_parser = pytest.importorskip("prometheus_client.parser")
+
+pytestmark = pytest.mark.without_torch
 SECOND = 1_000_000_000
 
 

@@ -25,6 +25,8 @@ from symcomm.observe.top.jobs import choose_job, find_jobs
 from symcomm.observe.top.model import Live
 from tests.support.control_client import ask
 
+pytestmark = pytest.mark.without_torch
+
 SRC = Path(__file__).parents[2] / "src"
 SCRIPT = """
 import os, re, sys, time, numpy, symcomm

@@ -15,6 +15,8 @@ from symcomm.observe.top.model import BIN_NS, STATES, Live, end_of_pack
 from symcomm.observe.top.simulate import SimulatedFeed
 from symcomm.observe.top.snapshot import INSTANCES_SENT, RANK_OPERATIONS_SENT, snapshot
 
+pytestmark = pytest.mark.without_torch
+
 SECOND = 1_000_000_000
 
 

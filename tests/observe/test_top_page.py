@@ -22,6 +22,8 @@ from symcomm.observe.top.model import Live
 from symcomm.observe.top.page import PageServer, page
 from symcomm.observe.top.simulate import SimulatedFeed
 
+pytestmark = pytest.mark.without_torch
+
 SRC = Path(__file__).parents[2] / "src"
 
 

@@ -21,6 +21,8 @@ from symcomm.observe.top.model import Live
 from symcomm.observe.top.servers_feed import FAILURES, attach_servers, get_json
 from symcomm.store import HashStore
 
+pytestmark = pytest.mark.without_torch
+
 TOKEN = "a secret of this job"
 
 

@@ -21,6 +21,8 @@ from symcomm.observe.recorder.torch_format import DTYPES
 from symcomm.types import DType
 from tests.support import loaded
 
+pytestmark = pytest.mark.torch_versions
+
 PAIRS = [
     ("_dump_fr_trace", pickle.loads),
     ("_dump_fr_trace_json", json.loads),

@@ -17,6 +17,8 @@ from symcomm.observe.recorder.torch_format import as_json, torch_dump
 from symcomm.observe.recorder.trace import RankTrace, Trace
 from tests.support.traces import SECOND, call
 
+pytestmark = pytest.mark.without_torch
+
 
 def trace_of(*ranks, live=False, **more):
     """Each rank: a list of calls, or (calls, facts of the rank)."""

@@ -12,6 +12,8 @@ from symcomm import errors
 from symcomm.errors import BadArgumentError
 from symcomm.types import ReduceOp, make_premul_sum
 
+pytestmark = pytest.mark.without_torch
+
 
 @pytest.mark.parametrize(
     ("ranks", "words"),

@@ -16,6 +16,8 @@ from tests.support.in_turn import parts
 
 pytest.importorskip("torch", reason="the examples train torch models")
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.long]
+
 
 PROGRAMS = ["ddp", "ddp_hook", "fsdp2", "tensor_parallel", "zero", "checkpoint", "accelerate_train", "lightning_train"]
 NEEDS = {"accelerate_train": "accelerate", "lightning_train": "lightning"}

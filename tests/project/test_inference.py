@@ -25,6 +25,8 @@ from tests.support.bench_cli import cli, refused
 from tests.support.examples import ENVIRONMENT, run_example
 from tests.support.programs import kernels_of
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.long]
+
 CONFIG = Config(layers=2, width=512, vocabulary=512, length=24, batch=3)
 PROMPT = torch.arange(30).view(3, 10) * 17 % 512
 

@@ -15,6 +15,8 @@ import pytest
 from tests.support import loaded
 from tests.support.ranks import run_ranks
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.without_torch]
+
 STARTS = """
 import atexit, os, subprocess, sys
 atexit.register(print, "the first one ends")

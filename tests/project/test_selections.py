@@ -1,4 +1,4 @@
-"""How tests are run: lists for other versions of torch and Python are complete, a shell's settings change nothing."""
+"""How tests are run: each file says itself where, and a shell's settings change nothing."""
 
 from __future__ import annotations
 
@@ -6,33 +6,58 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import what_was_not_run
 from tests.tools.check import choose, modules_of, names
-from tests.tools.selections import MAIN_ONLY, SELECTIONS, TESTS, TORCH, WITHOUT_TORCH
+from tests.tools.selections import SELECTIONS, TESTS, markers
+
+pytestmark = pytest.mark.without_torch
 
 
-def test_every_file_has_its_place():
-    found = Counter(path.stem.removeprefix("test_") for path in TESTS.rglob("test_*.py"))
-    assert [name for name, times in found.items() if times > 1] == [], "lists and logs name files without their folders"
-    there = set(found)
-    listed = {*TORCH, *WITHOUT_TORCH, *MAIN_ONLY}
-    assert there - listed == set(), "put these into a list in tests/tools/selections.py"
-    assert listed - there == set(), "these are gone"
-    assert not set(MAIN_ONLY) & {*TORCH, *WITHOUT_TORCH}
+def test_no_two_files_have_one_name():
+    """Logs and `make check` name files without their folders."""
+    times = Counter(path.stem for path in TESTS.rglob("test_*.py"))
+    assert [name for name, count in times.items() if count > 1] == []
+
+
+def test_markers_are_read_from_the_source():
+    assert markers("import pytest\n") == set()
+    assert markers("pytestmark = pytest.mark.without_torch  # as yet\n") == {"without_torch"}
+    assert markers("pytestmark = [pytest.mark.long, pytest.mark.timeout(60), since_2_13]\n") == {"long", "timeout"}
+    assert markers("@pytest.mark.torch_versions\ndef test_one(): ...\n") == set()
+
+
+def test_selections_are_those_of_pytest(request: pytest.FixtureRequest):
+    """Of files that this process has collected: all of them in `make test`. A marker of a single test selects nothing,
+    so there is none."""
+    items = request.session.items
+    said = {path: markers(path.read_text()) & set(SELECTIONS) for path in {item.path for item in items}}
+    asked = [(item.path, {mark.name for mark in item.iter_markers()} & set(SELECTIONS)) for item in items]
+    assert [(path.name, names) for path, names in asked if names != said[path]] == []
+    assert said[Path(__file__)] == {"without_torch"}
+
+
+@pytest.mark.parametrize("marker", SELECTIONS)
+def test_selecting_imports_neither_torch_nor_tests(marker):
+    code = f"""
+import sys
+from tests.tools.selections import selected
+print(*selected({marker!r}))
+print([name for name in sys.modules if name.split('.')[0] == 'torch' or '.test_' in name])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    paths, imported = done.stdout.splitlines()
+    assert len(paths.split()) > 30 and all((TESTS.parent / path).exists() for path in paths.split())
+    assert imported == "[]"
 
 
 def test_no_file_of_tests_imports_another():
     """What two of them need is in tests/support."""
     imports = re.compile(r"^ *(?:from|import) (tests\.(?:\w+\.)*test_\w+)", re.MULTILINE)
     assert [(path.name, name) for path in TESTS.rglob("*.py") for name in imports.findall(path.read_text())] == []
-
-
-@pytest.mark.parametrize("name", SELECTIONS)
-def test_no_file_is_listed_twice(name):
-    assert [file for file, times in Counter(SELECTIONS[name]).items() if times > 1] == []
 
 
 UNDER_NOHUP = """

@@ -14,6 +14,8 @@ import torch.distributed as dist  # noqa: E402
 from symcomm.torch_backend import versions  # noqa: E402
 from symcomm.torch_versions import NEWEST, OLDEST, TESTED, release  # noqa: E402
 
+pytestmark = pytest.mark.torch_versions
+
 ROOT = Path(__file__).parents[2]
 
 

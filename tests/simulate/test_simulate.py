@@ -31,6 +31,8 @@ from symcomm.simulate.rounds import (
 from symcomm.simulate.topology import resized
 from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, parse_bytes, parse_seconds
 
+pytestmark = [pytest.mark.without_torch, pytest.mark.long]
+
 # A machine whose numbers make sums easy: a byte that is touched takes a nanosecond, waits nothing.
 PLAIN = machines.Machine("plain", call=0, meet=0, peer=0, cached=1e9, memory=1e9, host_memory=1e30)
 WAITS = dataclasses.replace(PLAIN, meet=1e-3, cached=1e30, memory=1e30)

@@ -8,7 +8,7 @@ from tests.soak.__main__ import soak
 from tests.soak.churn import churn
 from tests.soak.scenario import FAULTS, HARMLESS, Scenario
 
-pytestmark = pytest.mark.unused_process
+pytestmark = [pytest.mark.long, pytest.mark.unused_process]
 
 FIRST, COUNT = 20_054, 30
 

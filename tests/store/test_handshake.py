@@ -16,6 +16,8 @@ from symcomm import errors
 from symcomm.store import FileStore, HashStore, TCPStore
 from symcomm.store.handshake import _StartOver, handshake
 
+pytestmark = pytest.mark.torch_versions
+
 
 def stores(kind: str, tmp_path: Path, size: int) -> list[Any]:
     """One store for each rank."""

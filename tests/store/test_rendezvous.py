@@ -27,6 +27,8 @@ from symcomm.store.launchers import (
 )
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.without_torch
+
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "8",

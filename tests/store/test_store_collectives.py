@@ -15,6 +15,8 @@ from symcomm.errors import BadArgumentError, CallerError, DeadlineError
 from symcomm.store import HashStore, PrefixStore, Store, StoreCollectives
 from tests.support.stores import MinimalStore, TinyStore, dist
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.without_torch]
+
 SHORT = timedelta(seconds=0.3)
 
 WORLDS: dict[str, tuple[Any, Callable[[], Any]]] = {

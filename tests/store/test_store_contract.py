@@ -23,6 +23,8 @@ from symcomm.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from symcomm.store.base import QueueEmptyError
 from tests.support.stores import MinimalStore, TinyStore
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.without_torch, pytest.mark.long]
+
 try:
     import torch.distributed as dist
 except ModuleNotFoundError:  # our own stores do not need it

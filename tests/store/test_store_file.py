@@ -22,6 +22,8 @@ from symcomm.store import FileStore, StoreCollectives
 from symcomm.store.file_formats import FRAMES, HEAD, RECORDS, LoggedTable
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.without_torch
+
 
 def encode_frame(changes: list, place: int) -> bytes:
     table = LoggedTable()

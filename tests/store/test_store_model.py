@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import tempfile
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from symcomm.store import FileStore, HashStore
+
+pytestmark = [pytest.mark.torch_versions, pytest.mark.without_torch]
 
 try:
     from torch.distributed import HashStore as TorchHashStore

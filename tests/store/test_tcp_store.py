@@ -33,6 +33,8 @@ from tests.support.ports import free_port
 from tests.support.ranks import run_ranks, until
 from tests.support.tcp import TEN, client, in_thread, serve
 
+pytestmark = pytest.mark.without_torch
+
 
 @pytest.fixture
 def store():

@@ -25,6 +25,8 @@ from symcomm.store.tcp import StoreLimits, TCPStore
 from tests.support.ranks import until
 from tests.support.tcp import client, in_thread, serve
 
+pytestmark = pytest.mark.without_torch
+
 HELLO = b"\x00" + struct.pack("=I", 0x3C85F7CE)
 
 

@@ -18,6 +18,8 @@ from tests.support.tcp import in_thread
 
 dist = pytest.importorskip("torch.distributed")
 
+pytestmark = pytest.mark.torch_versions
+
 TEN = timedelta(seconds=10)
 SHORT = timedelta(milliseconds=100)
 KINDS = {"ours": TCPStore, "torch": dist.TCPStore}

@@ -12,6 +12,8 @@ import torch
 from symcomm.torch_backend.group import TorchGroup
 from tests.support.c10d_compare import on_two_ranks, ours, same, theirs
 
+pytestmark = pytest.mark.torch_versions
+
 CPU = torch.device("cpu")
 S, D = "m._SymmetricMemory", "torch._C._autograd.DeviceType"
 

@@ -22,6 +22,8 @@ from symcomm.store import FileStore, HashStore
 from tests.support.places import join, rank_main, spawn
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.torch_versions
+
 MODES = pytest.mark.parametrize("mode", ["threads", "processes"])
 
 

@@ -20,6 +20,8 @@ from symcomm.torch_backend import symm_boxed, symm_one_sided, symm_ops, symm_red
 from symcomm.torch_backend.register import register
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.torch_versions
+
 ops = torch.ops.symm_mem
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]

@@ -18,6 +18,8 @@ from symcomm.group.meeting import layout
 from symcomm.memory.arena import current_arena
 from tests.support.places import spawn
 
+pytestmark = pytest.mark.torch_versions
+
 symmetrize_module = sys.modules["symcomm.symm_mem.symmetrize"]  # the function of that name hides it
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tools.selections import TESTS, files
+from tests.tools.selections import TESTS, all_files
 from tests.tools.side_by_side import DURATIONS, run
 
 # What looks at the whole package, or at what every call passes through.
@@ -60,7 +60,7 @@ def choose(paths: list[str], durations: dict[str, float], seconds: float) -> tup
         for path in paths
         if re.fullmatch(r"tests/\w+/test_\w+\.py", path) and (TESTS.parent / path).exists()
     }
-    named = {p.stem for p in TESTS.rglob("test_*.py") if any(names(p.read_text(), module) for module in modules)}
+    named = {stem for stem, p in all_files().items() if any(names(p.read_text(), module) for module in modules)}
     first = [*(f"test_{name}" for name in ALWAYS), *sorted(own)]
     rest = sorted(named - set(first), key=lambda stem: durations.get(stem, UNKNOWN))
     chosen: list[str] = []
@@ -81,7 +81,8 @@ def main() -> int:
     known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     chosen, left_out = choose(changed_files(), known, args.seconds * min(args.processes, 2))
     print(f"== {len(chosen)} test files; `make test` also runs {len(left_out)} that name what changed, and all others")
-    return run(files([stem.removeprefix("test_") for stem in chosen]), args.processes, Path("build/check"))
+    found = all_files()
+    return run([str(found[stem]) for stem in chosen], args.processes, Path("build/check"))
 
 
 if __name__ == "__main__":

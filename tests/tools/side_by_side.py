@@ -115,14 +115,14 @@ def run(files: list[str], processes: int, logs: Path) -> int:
 
 
 def main() -> int:
-    from tests.tools.selections import SELECTIONS, TESTS, files
+    from tests.tools.selections import SELECTIONS, TESTS, selected
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("selection", nargs="?", default="all", choices=["all", *SELECTIONS])
     parser.add_argument("-n", "--processes", type=int, default=3)
     parser.add_argument("--log", type=Path, default=Path("build"))
     args = parser.parse_args()
-    chosen = [str(TESTS)] if args.selection == "all" else files(SELECTIONS[args.selection])
+    chosen = [str(TESTS)] if args.selection == "all" else selected(args.selection)
     return run(chosen, args.processes, args.log)
 
 

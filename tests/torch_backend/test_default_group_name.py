@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,8 @@ from symcomm.observe.top.model import Live
 from symcomm.observe.top.snapshot import snapshot
 from symcomm.symm_mem.groups import look_up
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.torch_versions
 
 
 def _names(rank: int, world: int, place: str) -> dict[str, Any]:

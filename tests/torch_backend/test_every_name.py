@@ -17,6 +17,8 @@ import pytest
 from tests.support.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.torch_versions
 dist = torch.distributed
 WORLD = 2
 

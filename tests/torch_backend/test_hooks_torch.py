@@ -16,7 +16,7 @@ from tests.support.hook_log import Log, as_torch_does
 from tests.support.ranks import run_ranks
 from tests.torch_backend.checks import leave
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.torch_versions, pytest.mark.timeout(150)]
 
 
 @contextlib.contextmanager

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from symcomm.torch_backend.register import register
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.torch_versions
 
 FIELDS = {
     "Collective name", "dtype", "In msg nelems", "Out msg nelems", "In split size", "Out split size",

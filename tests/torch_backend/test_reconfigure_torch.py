@@ -16,6 +16,8 @@ from symcomm import c10d
 from symcomm.torch_backend.register import register
 from tests.support.ranks import die, run_ranks
 
+pytestmark = pytest.mark.torch_versions
+
 HAS_RECONFIGURE = hasattr(dist, "_reconfigure")
 BACKENDS = ["symcomm", *(["gloo"] if HAS_RECONFIGURE else [])]
 LIMIT = timedelta(seconds=20)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from symcomm import errors
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.torch_versions
+
 WORLD = 2
 
 

@@ -15,6 +15,8 @@ from tests.support.check_runner import run_checks
 from tests.support.ports import free_port
 from tests.support.programs import environment, find_mpirun, run, run_loaded
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.long]
+
 # Decorated functions, read from the text: this file needs no torch of its own.
 CHECKS = [
     name

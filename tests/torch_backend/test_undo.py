@@ -18,6 +18,8 @@ from tests.support.programs import environment
 
 pytest.importorskip("torch")
 
+pytestmark = [pytest.mark.torch_versions, pytest.mark.long]
+
 # A process of its own: nothing of ours may have touched its torch before the first look.
 INSTALLS = """
 import json, sys

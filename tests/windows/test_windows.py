@@ -15,6 +15,8 @@ from symcomm.torch_versions import release
 from symcomm.windows import WindowAccessType
 from tests.support.places import spawn, sync
 
+pytestmark = pytest.mark.torch_versions
+
 MODES = pytest.mark.parametrize("mode", ["threads", "processes"])
 # Ranks of one host, as threads and as processes, and ranks on several: the same values everywhere.
 PLACES = pytest.mark.parametrize("place", ["threads", "processes", (1, 1), (2, 1), (1, 1, 1)], ids=str)

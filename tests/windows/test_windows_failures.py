@@ -20,6 +20,8 @@ from tests.support.faults import join_group
 from tests.support.places import join, spawn, sync
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.torch_versions
+
 # --- failures ----------------------------------------------------------------------------------------------------
 
 
