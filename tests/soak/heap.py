@@ -1,5 +1,5 @@
-"""Does the shared heap take as much memory as malloc? ``python -m tests.soak.heap MINUTES``: the same loop of tensors that
-grow and shrink, in two processes at once, one with SYMCOMM_HEAP=1. What both have is compared, RSS and PSS."""
+"""Does the shared heap take more memory than malloc? ``python -m tests.soak.heap MINUTES``: the same loop of tensors
+that grow and shrink, in two processes at once, one with SYMCOMM_HEAP=1. What both have is compared, RSS and PSS."""
 
 from __future__ import annotations
 
