@@ -14,7 +14,7 @@ from symcomm._core import native
 pytestmark = pytest.mark.without_torch
 
 STUB = ast.parse(Path(_core.__file__).with_name("_native.pyi").read_text())
-HANDLES = {"Group", "Plan", "Request", "Batch", "Message", "Pads", "Window"}  # capsules: only the stub has classes
+HANDLES = {"Plan", "Request", "Batch", "Message", "Pads", "Window"}  # capsules: only the stub has classes
 FUNCTIONS = {node.name: node for node in STUB.body if isinstance(node, ast.FunctionDef)}
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
 CONSTANTS = {

@@ -236,12 +236,12 @@ def test_any_set_of_1024_ranks_fits_a_record(dead):
 def _long_words(group: ProcessGroup) -> list:
     refused = []
     for kind in (native.RECORD_CALL, native.RECORD_VOTE):
-        native.group_publish(group.handle, kind, b"before")
+        group.handle.publish(kind, b"before")
         with pytest.raises(ValueError, match="bytes at most, not 5000"):
-            native.group_publish(group.handle, kind, b"x" * 5000)
-        refused.append(native.group_records(group.handle, kind)[group.rank])
+            group.handle.publish(kind, b"x" * 5000)
+        refused.append(group.handle.records(kind)[group.rank])
     failure._publish(group, "all_reduce()", "/" + "d/" * 2000 + "train.py:7", 3)
-    said = json.loads(native.group_records(group.handle, native.RECORD_CALL)[group.rank])
+    said = json.loads(group.handle.records(native.RECORD_CALL)[group.rank])
     return [*refused, said["call"], said["site"].startswith("...") and said["site"].endswith("/train.py:7")]
 
 

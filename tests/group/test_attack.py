@@ -170,7 +170,7 @@ def test_a_group_is_collected_while_another_is_given_back(monkeypatch: pytest.Mo
     def rank(group: Any) -> tuple[bool, int]:
         before = current_arena().used_bytes
         one, other = group.new_group([0]), group.new_group([0])
-        detach, inner = native.group_detach, []
+        detach, inner = native.Group.detach, []
 
         def collecting(handle: Any) -> bool:
             if not inner:
@@ -178,7 +178,7 @@ def test_a_group_is_collected_while_another_is_given_back(monkeypatch: pytest.Mo
                 other._retire()
             return detach(handle)
 
-        monkeypatch.setattr(native, "group_detach", collecting)
+        monkeypatch.setattr(native.Group, "detach", collecting)
         one.destroy()
         monkeypatch.undo()
         leaving.free_retired()

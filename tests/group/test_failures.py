@@ -496,7 +496,7 @@ def _hears_of_it_first(g: ProcessGroup) -> tuple[int, int]:
     trial = g.new_group([0, 1, 2])
     assert trial is not None
     if g.rank == 0:
-        native.group_fail(trial.handle, Status.DEAD, 2)
+        trial.handle.fail(Status.DEAD, 2)
     g.barrier()
     word = native.peek(trial.arena.base + trial._offset, native.CONTROL_BYTES).index(death)
     team = g.new_group([0, 1, 2])
@@ -505,7 +505,7 @@ def _hears_of_it_first(g: ProcessGroup) -> tuple[int, int]:
         native.poke(team.arena.base + team._offset + word, death)
         team.abort()
     g.barrier()
-    report = native.group_report(team.handle)
+    report = team.handle.report()
     return report["status"], report["culprit"]
 
 

@@ -187,7 +187,7 @@ def _unreserved(group: ProcessGroup) -> int:
     assert child is not None
     plan = native.make_plan(all_reduce(child.rank, child.size, 8, DType.FLOAT32, RedOpType.SUM).encode())
     values = torch.ones(8)
-    return native.run(child.handle, plan, (values.data_ptr(),), (values.data_ptr(),), 0, 0, ()) & 0xFF
+    return child.handle.run(plan, (values.data_ptr(),), (values.data_ptr(),), 0, 0, ()) & 0xFF
 
 
 def test_the_core_refuses_a_plan_whose_memory_is_not_reserved():

@@ -202,9 +202,9 @@ class VoteFirst:
     EXCHANGE = 2  # the vote is said before
 
     def __init__(self) -> None:
-        self._real, self._count = native.group_publish, 0
+        self._real, self._count = native.Group.publish, 0
         self._said = threading.Event()
-        native.group_publish = self._publish
+        native.Group.publish = lambda *args: self._publish(*args)
 
     def _publish(self, handle: Any, kind: int, text: bytes) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -215,22 +215,22 @@ class VoteFirst:
         self._count += 1
         if self._count == self.EXCHANGE:
             self._said.set()
-            until(lambda: native.group_records(handle, native.RECORD_CALL)[0] is not None, 0.1)
+            until(lambda: handle.records(native.RECORD_CALL)[0] is not None, 0.1)
 
     def undo(self) -> None:
-        native.group_publish = self._real
+        native.Group.publish = self._real
 
 
 def wait_in_threads(team: ProcessGroup, waiting: Callable, ends: list[str]) -> list[threading.Thread]:
     """Several where they can wait at the same time: each wakes at another moment."""
     count = 8 if waiting in (wait_in_receive, wait_in_send, wait_in_message) else 1
-    before = native.group_report(team.handle)["seq"]
+    before = team.handle.report()["seq"]
     threads = [
         threading.Thread(target=lambda: ends.append(attempt(lambda: waiting(team))), daemon=True) for _ in range(count)
     ]
     for thread in threads:
         thread.start()
-    until(lambda: native.group_report(team.handle)["seq"] > before, 0.02)  # messages are not counted there
+    until(lambda: team.handle.report()["seq"] > before, 0.02)  # messages are not counted there
     return threads
 
 
@@ -311,7 +311,7 @@ def _emptied(g: ProcessGroup, call: str, make: Callable, n: int, words: Words) -
     fresh: list[torch.Tensor] = []
 
     def empty() -> None:
-        until(lambda: native.group_report(g.handle)["seq"] == 3)
+        until(lambda: g.handle.report()["seq"] == 3)
         listed.clear()
         gc.collect()
         fresh.extend(make(n).fill_(PATTERN) for _ in range(8))
@@ -360,8 +360,8 @@ class Interrupter:
 
 
 def _interrupted(g: ProcessGroup, start: str, words: Words) -> list[str]:
-    function = "submit" if start == "all_reduce" else "p2p_post"
-    real, bad, line = getattr(native, function), [], 0
+    function = "submit" if start == "all_reduce" else "post"
+    real, bad, line = getattr(native.Group, function), [], 0
     while True:
         team = new_team(g)
         g.barrier()
@@ -384,14 +384,14 @@ def _interrupted(g: ProcessGroup, start: str, words: Words) -> list[str]:
                 interrupter.started = True
                 return result
 
-            setattr(native, function, noted)
+            setattr(native.Group, function, noted)
             t = symmetric(N).fill_(1.0)
             work = None
             try:
                 work = team.all_reduce(t, async_op=True) if start == "all_reduce" else team.irecv(t, 1)
             except KeyboardInterrupt:
                 pass
-        setattr(native, function, real)
+        setattr(native.Group, function, real)
         assert interrupter.started
         if work is None:
             del t

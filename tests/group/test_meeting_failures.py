@@ -106,7 +106,7 @@ ON_ONE_HOST: dict[str, Fault] = {
     "passing descriptors": patch(share, "_pass_descriptors"),
     "interrupted while passing descriptors": patch(share, "_pass_descriptors", interrupted),
     "mapping arenas": patch(share, "_prove"),
-    "no memory for the core": patch(native, "make_group", out_of_memory),
+    "no memory for the core": patch(native, "Group", out_of_memory),
     "what is made": patch(hooks, "made"),
     "interrupted before the first operation": patch(LocalGroup, "meet", interrupted),
     "interrupted in the first operation": patch(LocalGroup, "barrier", interrupted),

@@ -300,7 +300,7 @@ def refuses_and_ends(rank: int, world: int, path: str):
         except errors.WrongTypeError:
             group.destroy()
             return "gone"
-    until(lambda: native.group_report(group.handle)["ranks"][1]["gone"], 20)
+    until(lambda: group.handle.report()["ranks"][1]["gone"], 20)
     first, second = (told(lambda: group.all_reduce(ones())) for _ in range(2))
     return [type(first).__name__, type(second).__name__]
 

@@ -15,7 +15,6 @@ import torch
 
 import symcomm
 from symcomm import errors
-from symcomm._core import native
 from symcomm.group.process_group import ProcessGroup
 from tests.support.ranks import until
 
@@ -116,7 +115,7 @@ def _is_late(g: ProcessGroup) -> str:
         with pytest.raises(errors.SymcommError) as caught:
             g.recv(torch.zeros(1), 0, tag=3)
         return str(caught.value)
-    assert until(lambda: native.group_report(g.handle)["ranks"][1]["message"], 20)  # it sleeps there
+    assert until(lambda: g.handle.report()["ranks"][1]["message"], 20)  # it sleeps there
     with pytest.raises(errors.DeadlineError) as caught:
         g.all_reduce(torch.ones(4), timeout=0.7)
     assert caught.value.missing == [1]

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from symcomm._core import native
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import attempt, run_group
 from tests.support.halted_calls import APART, CASES, HALTED, MUTUAL, PATTERN, of_rank, total
@@ -40,7 +39,7 @@ def await_first(team: ProcessGroup) -> None:
     is stopped before it arrives is in a long call, and never has it."""
 
     def sleeps() -> bool:
-        there = native.group_report(team.handle)["ranks"][HALTED]["seq"] == 2
+        there = team.handle.report()["ranks"][HALTED]["seq"] == 2
         return there and state_of(team.peers[HALTED].pid) == "S"
 
     until(sleeps, 0.5)

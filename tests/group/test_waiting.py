@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import symcomm
-from symcomm._core import native
 from symcomm.group.local import SPIN_COUNT
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.control_groups import PROC, Quota, granted_cores, quotas, watch_quotas
@@ -76,7 +75,7 @@ def comes_to(
 
 
 def first_looks(g: ProcessGroup) -> int:
-    return native.group_waits(g.handle)[3]
+    return g.handle.waits()[3]
 
 
 def check(outcomes: list) -> None:
@@ -303,7 +302,7 @@ def looks_on_one_core(g: ProcessGroup) -> list[tuple[float, int]]:
         states = []
         for _ in range(300):
             g.gather_single(whole, mine)
-            states.append(native.group_waits(g.handle))
+            states.append(g.handle.waits())
         in_vain = [looked + yielded + slept for looked, yielded, slept, _ in states[100:]]
         found.append((statistics.median(looks for *_, looks in states[100:]), in_vain[-1] - in_vain[0]))
     return found
@@ -325,7 +324,7 @@ def ends_while_looking(g: ProcessGroup) -> str:
     os.sched_setaffinity(0, {CORES[g.rank]})
     g.barrier()
     if g.rank == 1:
-        assert until(lambda: native.group_report(g.handle)["ranks"][0]["seq"] == g.sequence_number + 1, 20)
+        assert until(lambda: g.handle.report()["ranks"][0]["seq"] == g.sequence_number + 1, 20)
         spin(0.001)
         g.abort()
         return ""

@@ -48,12 +48,12 @@ MUTANTS = {
 
 # What the compiler refuses: a caller without a visit.
 CALLER_MUTANTS = {
-    "abort without a visit": "group_abort(): a thread aborts the group",
-    "fail without a visit": "group_fail(): a watchdog's thread fails the group",
+    "abort without a visit": "abort(): a thread aborts the group",
+    "fail without a visit": "fail(): a watchdog's thread fails the group",
     "queued without a visit": "abort_queue(): Ctrl-C ends a call that waits its turn",
     "report without a visit": "look_at_all(): an observer looks at all ranks",
-    "records without a visit": "group_records(): a thread reads what ranks have published",
-    "status without a visit": "group_status(): a thread asks whether the group has failed",
+    "records without a visit": "records(): a thread reads what ranks have published",
+    "status without a visit": "status(): a thread asks whether the group has failed",
     "background without a visit": "background(): the thread that drives messages goes on",
 }
 
@@ -128,12 +128,12 @@ def abort(me: int, world: int, without: str) -> Steps:
 
 
 def fail_group(me: int, world: int, without: str) -> Steps:
-    """group_fail(), by a watchdog's thread."""
+    """fail(), by a watchdog's thread."""
     return (yield from visiting(me, without, "fail", lambda: touch_all(me, world, 0)))
 
 
 def report(me: int, world: int, without: str) -> Steps:
-    """group_report(): arrivals and states of all."""
+    """report(): arrivals and states of all."""
     return (yield from visiting(me, without, "report", lambda: look_at_all(world, "seq")))
 
 
@@ -142,7 +142,7 @@ def records(me: int, world: int, without: str) -> Steps:
 
 
 def status(me: int, world: int, without: str) -> Steps:
-    """group_status(): only the own block, which is given back, too."""
+    """status(): only the own block, which is given back, too."""
     return (yield from visiting(me, without, "status", lambda: look_at_all(1, "abort")))
 
 
@@ -187,7 +187,7 @@ def depart(me: int, world: int, without: str) -> Steps:
 
 
 def leave(me: int, world: int, without: str) -> Steps:
-    """group_leave(), then group_detach() until it may give the memory back."""
+    """group_leave(), then detach() until it may give the memory back."""
     if without != "both leave" and (yield swap(f"leaver {me}", 1)):
         return "left to the other"
     yield compare_and_swap(("abort", me), 0, 2)
@@ -267,7 +267,7 @@ def try_to_depart(without: str) -> Steps:
 
 
 def leave_within(without: str) -> Steps:
-    """group_leave() by a signal handler within a call of its own thread, whose end departs; then group_detach()."""
+    """group_leave() by a signal handler within a call of its own thread, whose end departs; then detach()."""
     yield store("departs_late", 1, RELEASE)
     yield from try_to_depart(without)
     if without != "nobody looks again":

@@ -245,13 +245,13 @@ def leaving(g) -> None:
     done = threading.Event()
     problems: list[BaseException] = []
     calls: list[Callable[[], object]] = [
-        lambda: native.group_report(team.handle),
-        lambda: native.group_status(team.handle),
-        lambda: [native.group_records(team.handle, kind) for kind in (native.RECORD_CALL, native.RECORD_VOTE)],
-        lambda: native.group_publish(team.handle, native.RECORD_CALL, b"words"),
-        lambda: native.group_announce(team.handle, 3),
+        lambda: team.handle.report(),
+        lambda: team.handle.status(),
+        lambda: [team.handle.records(kind) for kind in (native.RECORD_CALL, native.RECORD_VOTE)],
+        lambda: team.handle.publish(native.RECORD_CALL, b"words"),
+        lambda: team.handle.announce(3),
         lambda: team.isend(np.ones(3), (g.rank + 1) % g.size, done.is_set()),
-        lambda: native.group_fail(team.handle, native.STATUS_TIMEOUT, 0),
+        lambda: team.handle.fail(native.STATUS_TIMEOUT, 0),
     ]
 
     def use(call: Callable[[], object]) -> None:
@@ -284,10 +284,9 @@ def interrupted(g) -> None:
     import numpy as np
 
     from symcomm import errors
-    from symcomm._core import native
 
     def leave(team: Any) -> None:
-        while not native.group_status(team.handle):
+        while not team.handle.status():
             pass
         team.leave()
 

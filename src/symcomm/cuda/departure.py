@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from symcomm._core import native
 from symcomm.cuda.tensor_views import torch_stream
 from symcomm.group.failure import Status
 
@@ -70,7 +69,7 @@ class Departure:
 
     def dead(self) -> set[int]:
         """Ranks whose processes have died, and with them all they had on a GPU."""
-        return {r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"] == Status.DEAD}
+        return {r["rank"] for r in self.handle.report()["ranks"] if r["gone"] == Status.DEAD}
 
     def staying(self, ranks: Iterable[int]) -> list[int]:
         """Those of ``ranks`` that may still use this rank's memory."""
@@ -79,7 +78,7 @@ class Departure:
 
     def is_left_alone(self) -> bool:
         """Whether nobody uses anything of this rank's any more. Until the group is over, some may."""
-        if not native.group_status(self.handle):
+        if not self.handle.status():
             return False
         self.leave_when_done()
         return not self.staying(r for r in range(self.flag_words.world) if r != self._rank)

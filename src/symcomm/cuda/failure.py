@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.watchdog import POLL_S, Outstanding, Watchdog
 from symcomm.errors import format_ranks, format_seconds
@@ -82,7 +81,7 @@ class CudaFailures:
                     "no result. Destroy the group, or call group.shrink() to go on."
                 )
         if self.error is not None:
-            native.group_let_go(self.handle)
+            self.handle.let_go()
         return self.error
 
     def give_up(self, work: Any, call: str, begun: float) -> None:
@@ -157,7 +156,7 @@ class CudaFailures:
 
     def gone(self) -> list[int]:
         """Ranks that have died or left."""
-        return [r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"]]
+        return [r["rank"] for r in self.handle.report()["ranks"] if r["gone"]]
 
     def is_busy(self) -> bool:
         """Peers wait for us to leave if the group fails."""
@@ -176,18 +175,18 @@ class CudaFailures:
         return False
 
     def _is_over(self) -> bool:
-        status = native.group_status(self.handle)
+        status = self.handle.status()
         if status != Status.LEFT:
             return bool(status)
-        return native.group_report(self.handle)["culprit"] != self._rank  # otherwise this rank has left in peace
+        return self.handle.report()["culprit"] != self._rank  # otherwise this rank has left in peace
 
     def fail(self, item: Any, ranks: list[int], died: bool) -> None:
         """The watchdog found that ``ranks`` will not arrive."""
         core = self._core()
         if core is None:
             return
-        status = native.group_report(self.handle)["ranks"][ranks[0]]["gone"] if died else Status.TIMEOUT
-        native.group_fail(self.handle, status, ranks[0])
+        status = self.handle.report()["ranks"][ranks[0]]["gone"] if died else Status.TIMEOUT
+        self.handle.fail(status, ranks[0])
         self._stop()
         self._describe = lambda: self._lost(core, item, ranks) if died else self._late(core, item, ranks)
         self._is_first = True
@@ -199,7 +198,7 @@ class CudaFailures:
             self._describe = lambda: self._failed_elsewhere(core)
 
     def _failed_elsewhere(self, core: ProcessGroup) -> errors.SymcommError:
-        report = native.group_report(self.handle)
+        report = self.handle.report()
         origin, culprit = report["origin"], report["culprit"]
         what = f"work on cuda:{self.device} of group {core.name!r}"
         if core.failure is not None:
@@ -272,7 +271,7 @@ class CudaFailures:
         return self._without(core, f"{what} failed {where}", ranks, " while the GPU waited for it")
 
     def _without(self, core: ProcessGroup, what: str, ranks: list[int], when: str) -> errors.SymcommError:
-        left = {r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"] == Status.LEFT}
+        left = {r["rank"] for r in self.handle.report()["ranks"] if r["gone"] == Status.LEFT}
         pids = {r: core.peers[r].pid for r in ranks}
         who = "; ".join(
             f"rank {r} (pid {pid}) {'left the group' if r in left else how_it_ended(pid)}" for r, pid in pids.items()

@@ -277,8 +277,8 @@ class CudaGroup(CudaExecution):
             with self._lock:
                 if not self._queued:
                     started = time.monotonic()
-                    status = native.run(
-                        self.core.handle, plan, ins, outs, timeout_ns, self.core.site_number(1), request.written
+                    status = self.core.handle.run(
+                        plan, ins, outs, timeout_ns, self.core.site_number(1), request.written
                     )
                     if status:
                         self._promised = before
@@ -311,8 +311,8 @@ class CudaGroup(CudaExecution):
                 "share a GPU through MPS, of dtypes and operations that were used before. Call it outside of the graph."
             )
         [source], [out], plan = request.inputs, request.outputs, self._plan(signature, False)
-        status = native.run(
-            self.core.handle, plan, (), (), timeout_ns, self.core.site_number(1), request.written
+        status = self.core.handle.run(
+            plan, (), (), timeout_ns, self.core.site_number(1), request.written
         )  # fmt: skip
         if status:
             raise self.fail_with_status(status, request.call, call_site(1), None)
@@ -356,7 +356,7 @@ class CudaGroup(CudaExecution):
         def run(handle: Any, plan: Any, timeout_ns: int, site: int, stream: int, address: int) -> int:
             infos = self._infos()
             INFO.pack_into(infos.mine, 0, *self._block_of(address), NOTHING, 0)
-            status = native.run(handle, plan, infos.ins, infos.outs, timeout_ns, site, ())
+            status = handle.run(plan, infos.ins, infos.outs, timeout_ns, site, ())
             if status:
                 return status
             places = self._symmetric(infos)
@@ -432,8 +432,7 @@ class CudaGroup(CudaExecution):
             self._queued += 1
             number = self.core.arena.flight.site(site)
             try:
-                work.request = native.submit(
-                    self.core.handle,
+                work.request = self.core.handle.submit(
                     step.plan,
                     step.ins,
                     step.outs,

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from symcomm._core import native
 from symcomm.cuda import kernels
 from symcomm.cuda.kernels import PACK
 from symcomm.cuda.pool import PoolBuffer, pool_of
@@ -36,7 +35,7 @@ def after_arrival(put: Callable[[int, int], None]) -> PreparedAllReduce:
     """``put`` takes the stream and the address."""
 
     def run(handle: Any, plan: Any, timeout_ns: int, site: int, stream: int, address: int) -> int:
-        status = native.run(handle, plan, (), (), timeout_ns, site, ())
+        status = handle.run(plan, (), (), timeout_ns, site, ())
         if not status:
             put(stream, address)
         return status

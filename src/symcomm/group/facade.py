@@ -32,7 +32,6 @@ from symcomm.types import DType, RedOpType
 
 HOST_VIEWS = Views(read_buffer, write_buffer, read_list, write_list)
 SUM = RedOpType.SUM
-run_cached = native.run_cached  # (whose cache, call, root or op, input, output) -> 0, a failure, or < 0: not known
 _ALL_REDUCE, _REDUCE, _BROADCAST, _BARRIER = numbers_of("all_reduce", "reduce", "broadcast", "barrier")
 _REDUCE_SCATTER_SINGLE, _REDUCE_SCATTER = numbers_of("reduce_scatter_single", "reduce_scatter")
 _ALL_GATHER_SINGLE, _ALL_GATHER = numbers_of("all_gather_single", "all_gather")
@@ -48,7 +47,8 @@ class Collectives:
     name: str
     views: Views = HOST_VIEWS
     timeout_ns: int
-    _cache: native.Group | None = None  # whose dispatch cache knows this group's calls; None: nobody's does
+    # (call, root or op, input, output) -> 0, a failure, or -1: the core knows no such call
+    _run_cached: Callable[..., int] = native.run_uncached
     execute: Callable[[Request, bool, Timeout], Any]
     raise_failure: Callable[[int, str], None]
     refuse: Callable[[Exception], None]  # tells the others that this rank makes no call, and why; see refusal.py
@@ -60,7 +60,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if async_op is False and timeout is None:
-            status = run_cached(self._cache, _ALL_REDUCE, op, tensor, tensor)
+            status = self._run_cached(_ALL_REDUCE, op, tensor, tensor)
             if status >= 0:
                 return self.raise_failure(status, "all_reduce") if status else None
             if (plain := request.plain_op(op)) is not op:
@@ -75,7 +75,7 @@ class Collectives:
         if async_op is False and timeout is None:
             # request.rooted(), of which a call would take a tenth of this one's time
             detail = root << 8 | op if type(root) is int and type(op) is RedOpType else None
-            status = run_cached(self._cache, _REDUCE, detail, tensor, tensor)
+            status = self._run_cached(_REDUCE, detail, tensor, tensor)
             if status >= 0:
                 return self.raise_failure(status, "reduce") if status else None
             if (plain := request.plain_op(op)) is not op:
@@ -90,7 +90,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if async_op is False and timeout is None:
-            status = run_cached(self._cache, _REDUCE_SCATTER_SINGLE, op, input, output)
+            status = self._run_cached(_REDUCE_SCATTER_SINGLE, op, input, output)
             if status >= 0:
                 return self.raise_failure(status, "reduce_scatter_single") if status else None
             if (plain := request.plain_op(op)) is not op:
@@ -105,7 +105,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if async_op is False and timeout is None:
-            status = run_cached(self._cache, _REDUCE_SCATTER, op, inputs, output)
+            status = self._run_cached(_REDUCE_SCATTER, op, inputs, output)
             if status >= 0:
                 return self.raise_failure(status, "reduce_scatter") if status else None
             if (plain := request.plain_op(op)) is not op:
@@ -120,7 +120,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if async_op is False and timeout is None:
-            status = run_cached(self._cache, _BROADCAST, root, tensor, tensor)
+            status = self._run_cached(_BROADCAST, root, tensor, tensor)
             if status >= 0:
                 return self.raise_failure(status, "broadcast") if status else None
         with Refusals(self):
@@ -131,7 +131,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if async_op is False and timeout is None:
-            status = run_cached(self._cache, _ALL_GATHER_SINGLE, 0, input, output)
+            status = self._run_cached(_ALL_GATHER_SINGLE, 0, input, output)
             if status >= 0:
                 return self.raise_failure(status, "all_gather_single") if status else None
         with Refusals(self):
@@ -142,7 +142,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if async_op is False and timeout is None:
-            status = run_cached(self._cache, _ALL_GATHER, 0, input, outputs)
+            status = self._run_cached(_ALL_GATHER, 0, input, outputs)
             if status >= 0:
                 return self.raise_failure(status, "all_gather") if status else None
         with Refusals(self):
@@ -155,7 +155,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if async_op is False and timeout is None:
-            status = run_cached(self._cache, _GATHER, root, input, outputs)
+            status = self._run_cached(_GATHER, root, input, outputs)
             if status >= 0:
                 return self.raise_failure(status, "gather") if status else None
         with Refusals(self):
@@ -168,7 +168,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if async_op is False and timeout is None:
-            status = run_cached(self._cache, _GATHER_SINGLE, root, input, output)
+            status = self._run_cached(_GATHER_SINGLE, root, input, output)
             if status >= 0:
                 return self.raise_failure(status, "gather_single") if status else None
         with Refusals(self):
@@ -181,7 +181,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if async_op is False and timeout is None:
-            status = run_cached(self._cache, _SCATTER, root, inputs, output)
+            status = self._run_cached(_SCATTER, root, inputs, output)
             if status >= 0:
                 return self.raise_failure(status, "scatter") if status else None
         with Refusals(self):
@@ -199,7 +199,7 @@ class Collectives:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if output_splits is None and input_splits is None and async_op is False and timeout is None:
-            status = run_cached(self._cache, _ALL_TO_ALL_SINGLE, 0, input, output)
+            status = self._run_cached(_ALL_TO_ALL_SINGLE, 0, input, output)
             if status >= 0:
                 return self.raise_failure(status, "all_to_all_single") if status else None
         with Refusals(self):
@@ -290,7 +290,7 @@ class Collectives:
 
         Raises: CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if async_op is False and timeout is None:
-            status = run_cached(self._cache, _BARRIER, 0, None, None)
+            status = self._run_cached(_BARRIER, 0, None, None)
             if status >= 0:
                 return self.raise_failure(status, "barrier") if status else None
         with Refusals(self):

@@ -186,7 +186,7 @@ def aborted(what: str, origin: int) -> errors.GroupUnusableError:
 def explain(group: Any, status: int, call: str, at: Site, seconds: float | None) -> errors.SymcommError:
     """The exception for a failed operation of ``group``. ``seconds``: how long it ran; None: ask the core."""
     site = format_site(at)
-    report = native.group_report(group.handle)
+    report = group.handle.report()
     if seconds is None:
         seconds = report["running"]
     seq = report["seq"] = status >> 8 or report["seq"]  # of the operation that failed; there may be later ones
@@ -240,7 +240,7 @@ def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) 
 
 def check_living(group: Any, ranks: Collection[int], what: str) -> None:
     """Raise if one of ``ranks`` died or left; for waits outside the group's operations."""
-    report = native.group_report(group.handle)["ranks"]
+    report = group.handle.report()["ranks"]
     gone = {r["rank"]: r["gone"] for r in report if r["gone"] and r["rank"] in ranks and r["rank"] != group.rank}
     if not gone:
         return
@@ -260,13 +260,13 @@ def _publish(group: Any, call: str, site: str, seq: int) -> None:
     """Publish what this rank was doing. Of a long path, the end is kept."""
     while len(text := json.dumps({"call": call, "site": site, "seq": seq}).encode()) > native.CALL_BYTES:
         site = f"...{site[len(site) // 4 + 4 :]}"
-    native.group_publish(group.handle, native.RECORD_CALL, text)
+    group.handle.publish(native.RECORD_CALL, text)
 
 
 def _await_records(group: Any, ranks: Sequence[int]) -> list[dict[str, Any] | None]:
     deadline = time.monotonic() + RECORD_WAIT
     while True:
-        records = native.group_records(group.handle, native.RECORD_CALL)
+        records = group.handle.records(native.RECORD_CALL)
         if all(records[r] is not None for r in ranks) or time.monotonic() > deadline:
             return [json.loads(item) if item is not None else None for item in records]
         time.sleep(0.001)

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from typing import Any
 
-from symcomm._core import native
 from symcomm.memory.arena import Arena
 
 _retired: deque[tuple[Any, Arena, int, dict[int, Any]]] = deque()
@@ -27,7 +26,7 @@ _last_retirement = 0
 def retire(handle: Any, arena: Arena, offset: int, exposed: dict[int, Any]) -> None:
     """Leave a group in the core. ``exposed``: its windows, which live on as long as peers may write to them."""
     global _last_retirement
-    native.group_leave(handle)
+    handle.leave()
     _retired.append((handle, arena, offset, exposed))
     _last_retirement = next(_retirements)
     free_retired()
@@ -45,7 +44,7 @@ def free_retired() -> None:
                 handle, arena, offset, exposed = _retired.popleft()
             except IndexError:  # another thread took it
                 break
-            if native.group_detach(handle):
+            if handle.detach():
                 arena.free(offset)
             else:
                 _retired.append((handle, arena, offset, exposed))

@@ -64,7 +64,7 @@ def _leave_all() -> None:
 def _after_fork_in_child() -> None:
     """A forked child is not the rank: whatever it does with its copies of groups must not reach the others."""
     for group in list(_living):
-        native.group_forked(group.handle)
+        group.handle.forked()
         group.after_fork()
 
 
@@ -98,19 +98,27 @@ class LocalGroup(ProcessGroup):
         starts = [peer.base + f["offset"] for peer, f in zip(self.peers, met.facts, strict=True)]
         own_process = sum(p.pid == os.getpid() for p in self.peers) == 1
         self._inline_polls = inline_polls(self.size, own_process)
-        self.handle = native.make_group(
-            self.rank, self.size,
-            tuple(starts),
-            tuple([s + part.stage for s in starts]), self.plan_limits.stage_bytes,
-            tuple([p.base for p in self.peers]), self.arena.nbytes,
-            tuple([p.life for p in self.peers]),
-            tuple([s + part.channels for s in starts]),
-            self.arena.flight.address, self.arena.flight.add_group(self.name, self.rank, self.global_ranks),
-            own_process, SPIN_COUNT, self._spin_ns, self._yield_ns, self._operations,
-            self.timeout_ns,
-        )  # fmt: skip
-        self._cache = self.handle
-        native.group_keep(self.handle, (self.arena, *self.peers))
+        self.handle = native.Group(
+            rank=self.rank,
+            world=self.size,
+            controls=tuple(starts),
+            stages=tuple([s + part.stage for s in starts]),
+            stage_bytes=self.plan_limits.stage_bytes,
+            arenas=tuple([p.base for p in self.peers]),
+            arena_bytes=self.arena.nbytes,
+            lives=tuple([p.life for p in self.peers]),
+            channels=tuple([s + part.channels for s in starts]),
+            flight=self.arena.flight.address,
+            flight_group=self.arena.flight.add_group(self.name, self.rank, self.global_ranks),
+            own_process=own_process,
+            spin=SPIN_COUNT,
+            poll_ns=self._spin_ns,
+            yield_ns=self._yield_ns,
+            operations=self._operations,
+            timeout_ns=self.timeout_ns,
+        )
+        self._run_cached = self.handle.run_cached
+        self.handle.keep((self.arena, *self.peers))
         _living.add(self)
         self._retire = weakref.finalize(self, retire, self.handle, self.arena, part.offset, self.exposed)
         self._retire.atexit = False  # the kernel takes it all
@@ -118,7 +126,7 @@ class LocalGroup(ProcessGroup):
     def meet(self, exchange: Exchange) -> None:
         check, pause = getattr(exchange, "check", None), MEETING_FIRST
         end = time.monotonic() + self.timeout
-        while check is not None and not native.group_announce(self.handle, MEETING_LOOKS):
+        while check is not None and not self.handle.announce(MEETING_LOOKS):
             if time.monotonic() > end or self.gone_ranks():
                 return  # the first operation says so
             check()
@@ -127,7 +135,7 @@ class LocalGroup(ProcessGroup):
 
     def change_timeout(self, nanoseconds: int) -> None:
         super().change_timeout(nanoseconds)
-        native.group_set_timeout(self.handle, nanoseconds)
+        self.handle.set_timeout(nanoseconds)
 
     def load_plan(self, plan: Plan) -> Any:
         """``plan`` as the core runs it. The memory that it stages in is reserved here, so that running out of it is an
@@ -144,7 +152,7 @@ class LocalGroup(ProcessGroup):
         reach = min(half, max(FIRST_STAGE, 1 << (nbytes - 1).bit_length()))
         for start in (0, half):
             self.arena.reserve(self._stage + start, reach)
-        native.group_reserved(self.handle, reach)
+        self.handle.reserved(reach)
         self._reserved = max(self._reserved, reach)
 
     # --- running ----------------------------------------------------------------------------------------------
@@ -154,7 +162,7 @@ class LocalGroup(ProcessGroup):
         refusal = request.ask_autograd()
         op, plan = request.op, self._plan_of(request)
         if request.key is not None and op.number >= 0:
-            native.cache_plan(self.handle, op.number, *request.key, plan, self.site_number(3), request.effects)
+            self.handle.cache_plan(op.number, *request.key, plan, self.site_number(3), request.effects)
         request.keep_apart(self.rank, self.size)
         buffers = request.inputs, request.outputs
         work = self._run(request.call, plan, buffers, request.written, request.result, async_op, timeout)
@@ -209,7 +217,7 @@ class LocalGroup(ProcessGroup):
                 call, plan, buffers, written, result, (ins, outs), timeout_ns, batch_of(async_op)
             )  # fmt: skip
         started = time.monotonic()
-        status = native.run(self.handle, plan, ins, outs, timeout_ns, self.site_number(3), written)
+        status = self.handle.run(plan, ins, outs, timeout_ns, self.site_number(3), written)
         if status:
             raise self.fail_with_status(status, call, call_site(3), time.monotonic() - started, explain)
         for buffer in outputs:
@@ -228,12 +236,12 @@ class LocalGroup(ProcessGroup):
         where = self.arena.flight.site(site)
         self._keep(work)
         try:
-            work.request = native.submit(self.handle, plan, *addresses, timeout_ns, where, written, callback, batch)
+            work.request = self.handle.submit(plan, *addresses, timeout_ns, where, written, callback, batch)
         except OSError as error:
             self.pending.remove(work)
             raise no_thread("asynchronous operations", error) from None
         except BaseException:
-            native.group_abort(self.handle)  # an interrupt: nobody knows whether it was submitted
+            self.handle.abort()  # an interrupt: nobody knows whether it was submitted
             raise
         return work
 
@@ -262,7 +270,7 @@ class LocalGroup(ProcessGroup):
         if status & 0xFF == Status.NESTED:
             return errors.nested(call, self.name)
         if status & 0xFF == Status.REFUSED:
-            told = native.group_refusal(self.handle, status >> 8)
+            told = self.handle.refusal(status >> 8)
             return refused(f"{call} #{status >> 8} on group {self.name!r}", told and told[1])
         return self.fail(lambda: explain(self, status, call, site, seconds))
 
@@ -270,7 +278,7 @@ class LocalGroup(ProcessGroup):
         if self.size > 1 and self._failure is None:
             site = call_site(2)
             told = pack(self.rank, error, format_site(site))
-            native.refuse(self.handle, told, self.timeout_ns, self.arena.flight.site(site))
+            self.handle.refuse(told, self.timeout_ns, self.arena.flight.site(site))
 
     def may_run_inline(self) -> bool:
         """Whether an asynchronous call may run inline: nothing is queued before it, and all others have arrived."""
@@ -279,7 +287,7 @@ class LocalGroup(ProcessGroup):
             self._inline_polls > 0
             and self._failure is None
             and (not last or last[0].settled)  # they end in order
-            and native.group_announce(self.handle, self._inline_polls)
+            and self.handle.announce(self._inline_polls)
         )
 
     # --- state ------------------------------------------------------------------------------------------------
@@ -287,17 +295,17 @@ class LocalGroup(ProcessGroup):
     @property
     def sequence_number(self) -> int:
         """How many collectives this rank has started on the group."""
-        return native.group_report(self.handle)["seq"]
+        return self.handle.report()["seq"]
 
     def call_stats(self) -> dict[str, dict[str, int]]:
-        return native.group_ways(self.handle)
+        return self.handle.ways()
 
     def wait_stats(self) -> dict[str, int]:
-        return dict(zip(("looked", "yielded", "slept"), native.group_waits(self.handle), strict=False))
+        return dict(zip(("looked", "yielded", "slept"), self.handle.waits(), strict=False))
 
     def abort(self) -> None:
         self.run_abort_hooks()
-        native.group_abort(self.handle)
+        self.handle.abort()
 
     def _leave(self) -> None:
         self._retire()
@@ -308,10 +316,10 @@ class LocalGroup(ProcessGroup):
 
     def reclaim_windows(self) -> None:
         tensors = [tensor for tensor, _ in self.exposed.values() if tensor is not None and tensor.device.type == "cpu"]
-        native.group_reclaim(self.handle, tuple((t.data_ptr(), t.numel() * t.element_size()) for t in tensors))
+        self.handle.reclaim(tuple((t.data_ptr(), t.numel() * t.element_size()) for t in tensors))
 
     def gone_ranks(self) -> list[int]:
-        return [r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"]]
+        return [r["rank"] for r in self.handle.report()["ranks"] if r["gone"]]
 
     def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
         return functools.partial(check_living, self, ranks, what)

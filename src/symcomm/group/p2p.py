@@ -134,7 +134,7 @@ class MessageWork(AnyMessageWork):
 
     def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
         """The end of a wait of ``given_ns``. After a time-out that withdrew the message the group stays usable."""
-        if outcome[0] != Status.TIMEOUT or native.group_report(self._group.handle)["status"]:
+        if outcome[0] != Status.TIMEOUT or self._group.handle.report()["status"]:
             self.settle(outcome)
             return
         self.outcome, peer = outcome, self._message.peer
@@ -193,7 +193,7 @@ class MessageCalls(Collectives):
 
         Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
         if timeout is None and self._failure is None:  # a plain torch tensor: one call of the core
-            outcome = native.p2p_exchange(self.handle, True, peer, tag, tensor)
+            outcome = self.handle.exchange(True, peer, tag, tensor)
             if type(outcome) is int:
                 return
             self._raise_failure(outcome, Message.send(tensor, peer, tag), read_buffer)
@@ -207,7 +207,7 @@ class MessageCalls(Collectives):
 
         Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
         if timeout is None and self._failure is None:
-            outcome = native.p2p_exchange(self.handle, False, peer, tag, tensor)
+            outcome = self.handle.exchange(False, peer, tag, tensor)
             if type(outcome) is int:
                 return outcome
             self._raise_failure(outcome, Message.receive(tensor, peer, tag), write_buffer)
@@ -272,8 +272,7 @@ class MessageCalls(Collectives):
         if background:  # the core uses the tensor whether or not the caller keeps the work, or ever gets it
             self._keep_message(work)
         try:
-            work.op = native.p2p_post(
-                self.handle,
+            work.op = self.handle.post(
                 message.is_send,
                 message.peer,
                 message.tag,

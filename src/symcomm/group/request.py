@@ -95,7 +95,7 @@ class Request:
     def keep_apart(self, rank: int, size: int) -> None:
         """Copy inputs that an output lies on where results would overwrite what is still to be read.
 
-        In place is fine where the one is this rank's part of the other. native.run_cached() looks for the same."""
+        In place is fine where the one is this rank's part of the other. The core looks for the same."""
         inputs, outputs, exchanges = self.inputs, self.outputs, self.op.plan == "all_to_all" and size > 1
         if not inputs or not outputs or (inputs[0] is outputs[0] and not exchanges):
             return

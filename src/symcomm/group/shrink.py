@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import Any
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.membership.shared_board import Records, SharedBoard
 from symcomm.membership.succession import agree
 
@@ -32,12 +31,12 @@ def shrink(group: Any, timeout: float, exclude: Collection[int], abort: bool) ->
     goes on has come."""
     board = SharedBoard(Records(group.handle), group.rank, group.size, group.name)
     if abort:
-        native.group_abort(group.handle)  # a no-op when the group has failed already
+        group.handle.abort()  # a no-op when the group has failed already
     smaller = agree(
         board, timeout, exclude,
         lambda succession, attempt: group.of_members(attempt.living(group.size), succession.exchange_for(attempt)),
     )  # fmt: skip
-    native.group_abort(group.handle)  # tells the ranks that were left out, should they still use it
+    group.handle.abort()  # tells the ranks that were left out, should they still use it
     group.reclaim_windows()
     smaller.inherit(group)
     return smaller

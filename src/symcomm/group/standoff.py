@@ -32,7 +32,7 @@ def in_collective(ranks: Sequence[int], call: str, seq: int, this_rank: str) -> 
 
 def format_standoff(group: Any, peer: int, this_rank: str = "this rank") -> str:
     """The same, if it does; ANY_SOURCE: if all do."""
-    report = native.group_report(group.handle)
+    report = group.handle.report()
     others = [r for r in report["ranks"] if r["rank"] != group.rank and peer in (ANY_SOURCE, r["rank"])]
     if not others or any(r["seq"] <= report["seq"] for r in others):
         return ""

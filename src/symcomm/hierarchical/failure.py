@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.errors import format_ranks
 from symcomm.group.failure import Status, aborted, how_it_ended, list_calls, mismatched, rank_failed, timed_out
 from symcomm.hierarchical.session import ProtocolViolation
@@ -79,7 +78,7 @@ class Failures:
     def _ended_here(self) -> dict[str, str]:
         """How ranks of this host ended, by their number."""
         group, ended = self._group, {}
-        for seen in native.group_report(group.local.handle)["ranks"]:
+        for seen in group.local.handle.report()["ranks"]:
             if seen["gone"] == Status.DEAD:
                 ended[str(group.layout.here[seen["rank"]])] = how_it_ended(group.local.peers[seen["rank"]].pid)
             elif seen["gone"] == Status.LEFT:
@@ -204,7 +203,7 @@ class Failures:
         with self._lock:
             if self.verdict is not None:
                 return False
-            native.group_abort(self._group.local.handle)  # before a caller learns of it and reuses its tensors
+            self._group.local.handle.abort()  # before a caller learns of it and reuses its tensors
             self._group.stop_engine()
             self.verdict = verdict
         self._group.notify()

@@ -348,7 +348,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
     def _let_go(self) -> None:
         super()._let_go()
         self.await_engine()
-        native.group_let_go(self.local.handle)
+        self.local.handle.let_go()
         if self._turn.acquire(timeout=LAST_STEP):  # what another thread performs has ended
             self._turn.release()
         with self.cond:  # and what the control channel delivers: nothing comes after the verdict

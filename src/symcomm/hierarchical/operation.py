@@ -187,15 +187,15 @@ class Operation:
     def _run(self, plan: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
         group = self._group
         left = max(1, int((self._deadline - time.monotonic()) * 1e9))
-        ended = native.run(group.local.handle, plan, ins, outs, left, self._site, ())
+        ended = group.local.handle.run(plan, ins, outs, left, self._site, ())
         if not ended:
             return
         status = ended & 0xFF
         if status == Status.REFUSED:
-            told = native.group_refusal(group.local.handle, ended >> 8)
+            told = group.local.handle.refusal(ended >> 8)
             raise OperationRefused(told[1] if told is not None else None)
         if status in (Status.DEAD, Status.LEFT):
-            report = native.group_report(group.local.handle)["ranks"]
+            report = group.local.handle.report()["ranks"]
             group.failures.gone([self.layout.here[seen["rank"]] for seen in report if seen["gone"]])
         elif status == Status.TIMEOUT:
             group.failures.late(self._seq, self._seconds, [r for r in self.layout.here if r != self.layout.rank])

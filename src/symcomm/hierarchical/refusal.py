@@ -11,7 +11,6 @@ import weakref
 from typing import Any
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.group.failure import Site, format_site
 from symcomm.group.refusal import pack, refused
 from symcomm.group.work import Batch
@@ -41,7 +40,7 @@ class RefusalsAcrossHosts:
         def act() -> None:
             seq = group.doing[0] + 1
             group.doing = (seq, "a call that it refused", words)
-            native.refuse(group.local.handle, told, group.timeout_ns, group.arena.flight.site(site))
+            group.local.handle.refuse(told, group.timeout_ns, group.arena.flight.site(site))
             for host in group.layout.others:
                 message = {"kind": "refusal", "seq": seq, "told": told.decode()}
                 group.tell(group.layout.leader(host), message, timeout=REACH)
@@ -76,7 +75,7 @@ class RefusalsAcrossHosts:
         """The exception for it. The ranks of this host are told, if they cannot know."""
         group = self._group
         if refusal.is_news and refusal.told is not None and len(group.layout.here) > 1:
-            native.refuse(group.local.handle, refusal.told, group.timeout_ns, 0)
+            group.local.handle.refuse(refusal.told, group.timeout_ns, 0)
         error = refused(what, refusal.told)
         if batch is not None:
             batch.refused = error

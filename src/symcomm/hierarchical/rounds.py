@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.group.failure import Status
 
 SLICE = 0.05  # seconds between liveness checks
@@ -38,14 +37,14 @@ class Rounds:
     def gone(self) -> set[int]:
         """Ranks that died or left: those of this host as the kernel reports it, others by their connection to us."""
         group = self._group
-        report = native.group_report(group.local.handle)["ranks"]
+        report = group.local.handle.report()["ranks"]
         here = {group.layout.here[seen["rank"]] for seen in report if seen["gone"]}
         return here | {r for r in range(self.size) if r != self.rank and group.is_gone(r)}
 
     def dead(self) -> set[int]:
         """Those of them that died."""
         group = self._group
-        report = native.group_report(group.local.handle)["ranks"]
+        report = group.local.handle.report()["ranks"]
         here = {group.layout.here[seen["rank"]] for seen in report if seen["gone"] == Status.DEAD}
         return here | {r for r in group.layout.away if group.is_gone(r) and r not in group.left}
 

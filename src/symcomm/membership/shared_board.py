@@ -53,20 +53,20 @@ class Records:
         self.handle = handle
 
     def gone(self) -> set[int]:
-        return {r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"]}
+        return {r["rank"] for r in self.handle.report()["ranks"] if r["gone"]}
 
     def word(self) -> AttemptWord:
-        return AttemptWord.unpack(native.group_agree(self.handle, 0, 0))
+        return AttemptWord.unpack(self.handle.agree(0, 0))
 
     def swap(self, before: AttemptWord, after: AttemptWord) -> None:
         """Change the word, unless somebody else has."""
-        native.group_agree(self.handle, before.pack(), after.pack())
+        self.handle.agree(before.pack(), after.pack())
 
     def publish(self, record: Record) -> None:
-        native.group_publish(self.handle, native.RECORD_VOTE, pack_record(record))
+        self.handle.publish(native.RECORD_VOTE, pack_record(record))
 
     def read(self) -> list[Record]:
-        return [unpack_record(data) for data in native.group_records(self.handle, native.RECORD_VOTE)]
+        return [unpack_record(data) for data in self.handle.records(native.RECORD_VOTE)]
 
 
 class SharedBoard(Board):

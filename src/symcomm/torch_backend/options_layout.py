@@ -83,7 +83,7 @@ def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int, tensor
 
 
 def read_options(call: int, opts: Any) -> tuple[int, Any]:
-    """(0, LONG or ASYNC; what ``native.run_cached`` needs besides the tensors), read from the attributes."""
+    """(0, LONG or ASYNC; what ``native.Group.run_cached`` needs besides the tensors), read from the attributes."""
     if type(opts).__name__ != CACHED[call].options:
         return LONG, None  # plain arguments instead of options; or something else, which is refused there
     try:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.group.failure import call_site, explain
 from symcomm.group.refusal import Refusals
 from symcomm.group.work import Batch
@@ -165,14 +164,14 @@ class Running:
         if not self.takes_fast_path:
             return None
         core = self.core
-        status = native.run_cached_options(core.handle, call, opts, source, target)
+        status = core.handle.run_cached_options(call, opts, source, target)
         if status == 0:
             return done
         detail = None
         if status == UNKNOWN:
             status, detail = read_options(call, opts)
             if status == 0:
-                status = native.run_cached(core.handle, call, detail, _single(source), _single(target))
+                status = core.handle.run_cached(call, detail, _single(source), _single(target))
         if status == ASYNC:
             small = _is_small(source if target is None else target)
             return self._run_inline(call, detail, source, target, opts) if small and core.may_run_inline() else None
@@ -188,9 +187,9 @@ class Running:
         core reads ``opts``."""
         core, begun = self.core, time.monotonic()
         if detail is None:
-            status = native.run_cached_options(core.handle, call, opts, source, target, True)
+            status = core.handle.run_cached_options(call, opts, source, target, True)
         else:
-            status = native.run_cached(core.handle, call, detail, _single(source), _single(target))
+            status = core.handle.run_cached(call, detail, _single(source), _single(target))
         if status < 0:
             return None
         result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]

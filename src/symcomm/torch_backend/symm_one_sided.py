@@ -142,7 +142,7 @@ def _wait_for(call: str, word: Tensor, value: int, group: ProcessGroup | None, w
 
 def _are_gone(group: ProcessGroup, ranks: Sequence[int]) -> bool:
     group.check_usable()
-    report = native.group_report(group.handle)["ranks"]
+    report = group.handle.report()["ranks"]
     return bool(ranks) and all(report[rank]["gone"] for rank in ranks)
 
 

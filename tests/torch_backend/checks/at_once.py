@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.torch_backend.work import DoneWork
 from tests.torch_backend.checks import WORLD, check, equal, joined, refused
 
 
 def _number(group: Any, of: int) -> int:
     """Of the last operation that a rank has come to."""
-    return native.group_report(group.core.handle)["ranks"][of]["seq"]
+    return group.core.handle.report()["ranks"][of]["seq"]
 
 
 def _after_the_other(group: Any, rank: int, call: Callable[[], Any]) -> Any:

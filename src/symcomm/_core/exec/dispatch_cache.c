@@ -5,8 +5,7 @@
 
 #include "exec/async.h"
 #include "exec/exec.h"
-#include "group/group.h"
-#include "module/arguments.h"
+#include "group/group_module.h"
 #include "module/gil.h"
 #include "module/module.h"
 #include "reduce/types.h"
@@ -156,17 +155,17 @@ static bool view_tensors(const struct group *g, PyObject *input, PyObject *outpu
     return k->n_out >= 0 && !overlaps(g, k, t);
 }
 
-/* Fills key and tensors from (group, call, detail, input, output), as view_tensors() does. A list of one is neither a
+/* Fills key and tensors from (call, detail, input, output), as view_tensors() does. A list of one is neither a
  * tensor nor a list with one for each rank. */
 static bool describe_call(const struct group *g, PyObject *const *args, struct call_key *k, struct call_tensors *t) {
     t->inputs = t->outputs = NULL;
-    if (!PyLong_Check(args[1]) || !PyLong_Check(args[2])) return false;
-    *k = (struct call_key){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
+    if (!PyLong_Check(args[0]) || !PyLong_Check(args[1])) return false;
+    *k = (struct call_key){.call = PyLong_AsLongLong(args[0]), .detail = PyLong_AsLongLong(args[1]), .dtype = -1};
     if (k->detail == -1 && PyErr_Occurred()) { /* a root beyond 63 bits, which Python will refuse in words */
         PyErr_Clear();
         return false;
     }
-    return view_tensors(g, args[3], args[4], g->world > 1 ? 2 : 1, k, t);
+    return view_tensors(g, args[2], args[3], g->world > 1 ? 2 : 1, k, t);
 }
 
 /* Inlined into both of its callers: a call, with all that it passes, took 10 ns of a barrier's 460. */
@@ -189,11 +188,9 @@ static inline __attribute__((always_inline)) int64_t run_cached_plan(struct grou
     return status;
 }
 
-static PyObject *run_cached(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
-    if (n_args != 5) return PyErr_Format(PyExc_TypeError, "run_cached takes 5 arguments");
-    if (args[0] == Py_None) return PyLong_FromLong(-1);
-    struct group *g = to_group(args[0]);
-    if (g == NULL) return NULL;
+static PyObject *run_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    if (n_args != 4) return PyErr_Format(PyExc_TypeError, "run_cached takes 4 arguments");
+    struct group *g = group_of(self);
     if (g->dispatch_cache == NULL) return PyLong_FromLong(-1);
     int64_t status = -1;
     struct call_key k;
@@ -204,30 +201,35 @@ static PyObject *run_cached(PyObject *Py_UNUSED(self), PyObject *const *args, Py
     return PyLong_FromLongLong(status);
 }
 
-/* run_cached_options(group, call, options, input, output, run_async=False): run_cached(), with what torch's
+/* For groups that have no cache: their calls are never known. */
+static PyObject *run_uncached(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(n)) {
+    return PyLong_FromLong(-1);
+}
+
+/* run_cached_options(call, options, input, output, run_async=False): run_cached(), with what torch's
  * options object says. Where nothing was run it returns one of enum options. */
-static PyObject *run_cached_options(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
-    bool fits = n_args == 5 || n_args == 6;
-    struct group *g = fits ? to_group(args[0]) : NULL;
-    if (g == NULL) return fits ? NULL : PyErr_Format(PyExc_TypeError, "run_cached_options takes 5 or 6 arguments");
-    struct call_key k = {.call = PyLong_AsLongLong(args[1]), .dtype = -1};
+static PyObject *run_cached_options(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    if (n_args != 4 && n_args != 5) return PyErr_Format(PyExc_TypeError, "run_cached_options takes 4 or 5 arguments");
+    struct group *g = group_of(self);
+    struct call_key k = {.call = PyLong_AsLongLong(args[0]), .dtype = -1};
     if (PyErr_Occurred()) return NULL;
-    int64_t status = options_read(k.call, args[2], &k.detail);
-    if (status == OPTIONS_ASYNC && n_args == 6 && args[5] == Py_True) status = OPTIONS_FAST;
+    int64_t status = options_read(k.call, args[1], &k.detail);
+    if (status == OPTIONS_ASYNC && n_args == 5 && args[4] == Py_True) status = OPTIONS_FAST;
     if (status != OPTIONS_FAST || g->dispatch_cache == NULL) return PyLong_FromLongLong(status ? status : OPTIONS_SLOW);
     struct call_tensors t;
-    status = view_tensors(g, args[3], args[4], 1, &k, &t) ? run_cached_plan(g, &k, &t) : OPTIONS_SLOW;
+    status = view_tensors(g, args[2], args[3], 1, &k, &t) ? run_cached_plan(g, &k, &t) : OPTIONS_SLOW;
     release_tensors(&t);
     if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
 
-/* cache_plan(group, call, detail, input, output, plan, site, effects): run_cached() will know calls of this kind, if it
+/* cache_plan(call, detail, input, output, plan, site, effects): run_cached() will know calls of this kind, if it
  * can. */
-static PyObject *cache_plan(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
-    struct group *g = n_args == 8 ? to_group(args[0]) : NULL;
-    struct plan *plan = g ? PyCapsule_GetPointer(args[5], PLAN_CAPSULE) : NULL;
-    if (plan == NULL) return g || n_args == 8 ? NULL : PyErr_Format(PyExc_TypeError, "cache_plan takes 8 arguments");
+static PyObject *cache_plan(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    struct group *g = group_of(self);
+    if (expect_arguments(n_args, 7, "cache_plan") < 0) return NULL;
+    struct plan *plan = PyCapsule_GetPointer(args[4], PLAN_CAPSULE);
+    if (plan == NULL) return NULL;
     struct call_key k;
     struct call_tensors t;
     bool known = describe_call(g, args, &k, &t);
@@ -241,20 +243,24 @@ static PyObject *cache_plan(PyObject *Py_UNUSED(self), PyObject *const *args, Py
     }
     struct cached_plan *slot = find(g->dispatch_cache, &k);
     if (slot->plan == NULL) {
-        *slot = (struct cached_plan){k, plan, Py_NewRef(args[5]), (uint32_t)PyLong_AsUnsignedLong(args[6]),
-                                     (uint32_t)PyLong_AsUnsignedLong(args[7])};
+        *slot = (struct cached_plan){k, plan, Py_NewRef(args[4]), (uint32_t)PyLong_AsUnsignedLong(args[5]),
+                                     (uint32_t)PyLong_AsUnsignedLong(args[6])};
         g->dispatch_cache->used++;
     }
     Py_RETURN_TRUE;
 }
 
-static PyMethodDef methods[] = {
-    METHOD(run_cached, METH_FASTCALL,
-           "(group or None, call, detail, input, output) -> status, or -1: take the long way"),
+PyMethodDef group_dispatch_cache_methods[] = {
+    METHOD(run_cached, METH_FASTCALL, "(call, detail, input, output) -> status, or -1: take the long way"),
     METHOD(run_cached_options, METH_FASTCALL,
-           "(group, call, options, input, output, run_async=False) -> status, or below 0: nothing was run"),
+           "(call, options, input, output, run_async=False) -> status, or below 0: nothing was run"),
     METHOD(cache_plan, METH_FASTCALL,
-           "(group, call, detail, input, output, plan, site, effects) -> whether run_cached() will know it"),
+           "(call, detail, input, output, plan, site, effects) -> whether run_cached() will know it"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef functions[] = {
+    METHOD(run_uncached, METH_FASTCALL, "(call, detail, input, output) -> -1, as run_cached() of no group"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -265,4 +271,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_dispatch_cache(PyObject *module) { return symcomm_add_part(module, methods, constants); }
+int symcomm_add_dispatch_cache(PyObject *module) { return symcomm_add_part(module, functions, constants); }

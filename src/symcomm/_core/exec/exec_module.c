@@ -3,8 +3,7 @@
 
 #include "exec/async.h"
 #include "exec/exec.h"
-#include "group/group.h"
-#include "module/arguments.h"
+#include "group/group_module.h"
 #include "module/gil.h"
 #include "torch/tensor.h"
 
@@ -38,23 +37,23 @@ struct call {
     PyObject *written;
 };
 
-/* From (group, plan, inputs, outputs, timeout_ns, site, written). False with an exception set. */
-static bool read_call(struct call *c, PyObject *const *args) {
-    c->group = to_group(args[0]);
-    c->plan = c->group ? PyCapsule_GetPointer(args[1], PLAN_CAPSULE) : NULL;
+/* From (plan, inputs, outputs, timeout_ns, site, written). False with an exception set. */
+static bool read_call(struct call *c, PyObject *self, PyObject *const *args) {
+    c->group = group_of(self);
+    c->plan = PyCapsule_GetPointer(args[0], PLAN_CAPSULE);
     if (c->plan == NULL) return false;
-    c->buffers = (struct buffers){c->in, c->out, to_addresses(args[2], c->in), to_addresses(args[3], c->out)};
-    c->timeout = PyLong_AsLongLong(args[4]);
+    c->buffers = (struct buffers){c->in, c->out, to_addresses(args[1], c->in), to_addresses(args[2], c->out)};
+    c->timeout = PyLong_AsLongLong(args[3]);
     c->from =
-        (struct origin){.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1, .way = FLIGHT_SLOW_PATH};
-    c->written = args[6];
+        (struct origin){.site = (uint32_t)PyLong_AsUnsignedLong(args[4]), .exact_site = 1, .way = FLIGHT_SLOW_PATH};
+    c->written = args[5];
     if (!PyTuple_Check(c->written)) return PyErr_Format(PyExc_TypeError, "written must be a tuple") != NULL;
     return c->buffers.n_in >= 0 && c->buffers.n_out >= 0 && !PyErr_Occurred();
 }
 
-static PyObject *run(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
+static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     struct call c;
-    if (expect_arguments(n_args, 7, "run") < 0 || !read_call(&c, args)) return NULL;
+    if (expect_arguments(n_args, 6, "run") < 0 || !read_call(&c, self, args)) return NULL;
     int64_t status;
     tensors_change(c.written);
     bool idle = async_idle(c.group);
@@ -101,10 +100,10 @@ static bool watch_versions(struct request *r, PyObject *written) {
     return true;
 }
 
-static PyObject *submit(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
+static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     struct call c;
-    if (expect_arguments(n_args, 9, "submit") < 0 || !read_call(&c, args)) return NULL;
-    struct batch *batch = args[8] == Py_None ? NULL : PyCapsule_GetPointer(args[8], BATCH);
+    if (expect_arguments(n_args, 8, "submit") < 0 || !read_call(&c, self, args)) return NULL;
+    struct batch *batch = args[7] == Py_None ? NULL : PyCapsule_GetPointer(args[7], BATCH);
     if (PyErr_Occurred()) return NULL;
     struct request *r = async_request(c.group, c.plan, &c.buffers, c.timeout, c.from);
     if (r == NULL) return PyErr_NoMemory();
@@ -113,7 +112,7 @@ static PyObject *submit(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssi
         return PyErr_NoMemory();
     }
     if (batch) async_join_batch(r, batch);
-    if (args[7] != Py_None) r->context = Py_NewRef(args[7]), r->finished = call_back;
+    if (args[6] != Py_None) r->context = Py_NewRef(args[6]), r->finished = call_back;
     PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
     if (capsule && async_submit(c.group, r) < 0) {
         Py_XDECREF((PyObject *)r->context);
@@ -124,15 +123,15 @@ static PyObject *submit(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssi
     return capsule;
 }
 
-/* refuse(group, words, timeout_ns, site) -> 0, or why nobody was told. Returns at once: where it would have to wait,
+/* refuse(words, timeout_ns, site) -> 0, or why nobody was told. Returns at once: where it would have to wait,
  * for operations that are queued or for peers, the group's thread does. */
-static PyObject *refuse(PyObject *Py_UNUSED(self), PyObject *args) {
-    struct group *g;
+static PyObject *refuse(PyObject *self, PyObject *args) {
+    struct group *g = group_of(self);
     const char *words;
     Py_ssize_t n;
     long long timeout;
     unsigned int site;
-    if (!PyArg_ParseTuple(args, "O&y#LI", convert_group, &g, &words, &n, &timeout, &site)) return NULL;
+    if (!PyArg_ParseTuple(args, "y#LI", &words, &n, &timeout, &site)) return NULL;
     struct origin from = {.site = site, .exact_site = 1, .way = FLIGHT_SLOW_PATH};
     struct request *r = NULL;
     if (!async_idle(g) || exec_may_wait(g)) r = async_refusal(g, words, (size_t)n, timeout, from);
@@ -175,14 +174,18 @@ static PyObject *request_number(PyObject *Py_UNUSED(self), PyObject *capsule) {
     return r ? PyLong_FromUnsignedLongLong(r->number) : NULL;
 }
 
+PyMethodDef group_exec_methods[] = {
+    METHOD(run, METH_FASTCALL, "(plan, inputs, outputs, timeout_ns, site, written tensors) -> status"),
+    METHOD(submit, METH_FASTCALL,
+           "(plan, inputs, outputs, timeout_ns, site, written tensors, callback, batch) -> request"),
+    METHOD(refuse, METH_VARARGS, "(words, timeout_ns, site): tell the others that this rank refuses its call."),
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMethodDef methods[] = {
     METHOD(make_plan, METH_O, "(encoded) -> plan"),
     METHOD(plan_stage_bytes, METH_O, "(plan) -> how many bytes of a staging half it uses"),
-    METHOD(run, METH_FASTCALL, "(group, plan, inputs, outputs, timeout_ns, site, written tensors) -> status"),
-    METHOD(submit, METH_FASTCALL,
-           "(group, plan, inputs, outputs, timeout_ns, site, written tensors, callback, batch) -> request"),
     METHOD(make_batch, METH_NOARGS, "() -> what requests of one call have in common"),
-    METHOD(refuse, METH_VARARGS, "(group, words, timeout_ns, site): tell the others that this rank refuses its call."),
     METHOD(request_number, METH_O, "(request) -> which operation of its group it is"),
     METHOD(request_give_up, METH_O, "(request) -> status, once nobody uses its tensors any more"),
     METHOD(request_wait, METH_VARARGS, "(request, timeout_ns) -> status or None"),

@@ -8,8 +8,8 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "group/group_module.h"
 #include "memory/shared_bytes.h"
-#include "module/arguments.h"
 
 #define KEPT 16
 
@@ -63,13 +63,11 @@ void refusals_free(struct group *g) {
     free(all);
 }
 
-/* group_refusal(group, seq) -> (rank, words) of the refusal that ended operation `seq`, or None: too many came since.
- */
-static PyObject *group_refusal(PyObject *Py_UNUSED(self), PyObject *args) {
-    struct group *g;
-    unsigned long long seq;
-    if (!PyArg_ParseTuple(args, "O&K", convert_group, &g, &seq)) return NULL;
-    struct refusals *all = atomic_load(&g->refusals);
+/* refusal(seq) -> (rank, words) of the refusal that ended operation `seq`, or None: too many came since. */
+static PyObject *refusal(PyObject *self, PyObject *number) {
+    uint64_t seq = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred()) return NULL;
+    struct refusals *all = atomic_load(&group_of(self)->refusals);
     struct refusal found = {.seq = 0}; /* operations are counted from 1 */
     if (all) {
         pthread_mutex_lock(&all->lock);
@@ -81,8 +79,8 @@ static PyObject *group_refusal(PyObject *Py_UNUSED(self), PyObject *args) {
     return Py_BuildValue("iy#", found.rank, found.words, (Py_ssize_t)found.length);
 }
 
-static PyMethodDef methods[] = {
-    METHOD(group_refusal, METH_VARARGS, "(group, number of an operation) -> (rank, why it refused it), or None"),
+PyMethodDef group_refusal_methods[] = {
+    METHOD(refusal, METH_O, "(number) -> (rank, why it refused it), or None"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -92,4 +90,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_refusal(PyObject *module) { return symcomm_add_part(module, methods, constants); }
+int symcomm_add_refusal(PyObject *module) { return symcomm_add_part(module, NULL, constants); }

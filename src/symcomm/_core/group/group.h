@@ -52,7 +52,7 @@ struct group {
     struct flight_entry *recording;        /* of the operation that runs: only its thread uses this */
     struct dispatch_cache *dispatch_cache; /* plans by kind of call, see exec/dispatch_cache.c: interpreter lock */
     struct p2p *p2p;                       /* point-to-point messages, see p2p/p2p.c */
-    void *capsule;                         /* the Python object that owns this struct */
+    void *object;                          /* the native.Group that owns this struct */
     /* Of asynchronous operations, numbered as they are queued: the last that has ended, and the last that somebody
      * waits for no longer. */
     _Atomic uint64_t ended, given_up;
@@ -73,3 +73,33 @@ static inline void count_call(struct ways *w, bool slow_path, bool is_queued) {
     _Atomic uint64_t *n = &w->taken[slow_path][is_queued];
     atomic_store_explicit(n, atomic_load_explicit(n, memory_order_relaxed) + 1, memory_order_relaxed);
 }
+
+/* --- its life: group/group.c -------------------------------------------------------------------------------------- */
+
+/* What a group is made of; arrays have an entry per rank. */
+struct group_parts {
+    int rank, world;
+    char *const *controls, *const *stages, *const *arenas, *const *lives, *const *channels;
+    int64_t stage_bytes, arena_bytes;
+    struct flight *flight;
+    unsigned flight_group;
+    bool own_process;
+    int spin;
+    int64_t poll_ns, yield_ns, timeout;
+    uint64_t operations; /* that count as done */
+};
+
+/* NULL: no memory. */
+struct group *group_make(const struct group_parts *p);
+/* Ends what still runs on it, and its threads; not in one of those. */
+void group_stop(struct group *g);
+void group_free(struct group *g);
+/* This rank takes no further part. */
+void group_leave(struct group *g);
+/* In a forked child, which has the group's memory but is not the rank: nothing it does reaches the other ranks. */
+void group_forked(struct group *g);
+/* Of one that was aborted: whether no peer is in the middle of a put any more; waits for that. */
+bool group_await_puts(struct group *g);
+/* Whether all other ranks are at this operation too, or soon will be; says so of this rank. The words only ever grow,
+ * and whoever wrote one runs its operation whatever it sees: one seen late costs only time. */
+bool group_announce(struct group *g, int looks);

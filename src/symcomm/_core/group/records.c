@@ -1,7 +1,6 @@
 /* Records that ranks of a group publish for each other, and the word by which survivors agree. */
-#include "group/group.h"
+#include "group/group_module.h"
 #include "memory/shared_bytes.h"
-#include "module/arguments.h"
 
 enum record_kind { RECORD_CALL, RECORD_VOTE };
 
@@ -17,13 +16,13 @@ static struct place record_of(struct control *c, int kind) {
     return (struct place){&c->call, c->call_text[0], CALL_BYTES};
 }
 
-/* group_publish(group, kind, text). Words that are too long are refused: half of them would be worse than none. */
-static PyObject *group_publish(PyObject *Py_UNUSED(self), PyObject *args) {
-    struct group *g;
+/* Words that are too long are refused: half of them would be worse than none. */
+static PyObject *publish(PyObject *self, PyObject *args) {
+    struct group *g = group_of(self);
     int kind;
     const char *text;
     Py_ssize_t n;
-    if (!PyArg_ParseTuple(args, "O&iy#", convert_group, &g, &kind, &text, &n)) return NULL;
+    if (!PyArg_ParseTuple(args, "iy#", &kind, &text, &n)) return NULL;
     struct visit visit;
     if (!visit_begin(&visit, g)) Py_RETURN_NONE;
     struct place mine = record_of(block_of(&visit, g->rank), kind);
@@ -55,28 +54,27 @@ static PyObject *read_record(struct place from) {
     return Py_NewRef(Py_None);
 }
 
-static PyObject *group_records(PyObject *Py_UNUSED(self), PyObject *args) {
-    struct group *g;
+static PyObject *records(PyObject *self, PyObject *args) {
+    struct group *g = group_of(self);
     int kind;
-    if (!PyArg_ParseTuple(args, "O&i", convert_group, &g, &kind)) return NULL;
-    PyObject *records = PyList_New(0);
+    if (!PyArg_ParseTuple(args, "i", &kind)) return NULL;
+    PyObject *list = PyList_New(0);
     struct visit visit;
     visit_begin(&visit, g); /* of a group that was left there are none */
-    for (int r = 0; records && r < g->world; r++) {
+    for (int r = 0; list && r < g->world; r++) {
         PyObject *one = read_record(record_of(block_of(&visit, r), kind));
-        if (one == NULL || PyList_Append(records, one) < 0) Py_CLEAR(records);
+        if (one == NULL || PyList_Append(list, one) < 0) Py_CLEAR(list);
         Py_XDECREF(one);
     }
     visit_end(&visit);
-    return records;
+    return list;
 }
 
-/* group_agree(group, before, after) -> what the ranks' common word was; it becomes `after` if that is `before`. It lies
- * in rank 0's block, which stays mapped when that rank is gone. */
-static PyObject *group_agree(PyObject *Py_UNUSED(self), PyObject *args) {
-    struct group *g;
+/* The word lies in rank 0's block, which stays mapped when that rank is gone. */
+static PyObject *agree(PyObject *self, PyObject *args) {
+    struct group *g = group_of(self);
     unsigned long long before, after;
-    if (!PyArg_ParseTuple(args, "O&KK", convert_group, &g, &before, &after)) return NULL;
+    if (!PyArg_ParseTuple(args, "KK", &before, &after)) return NULL;
     uint64_t found = before;
     struct visit visit;
     if (!visit_begin(&visit, g)) return PyErr_Format(PyExc_RuntimeError, "the group was left meanwhile");
@@ -85,10 +83,11 @@ static PyObject *group_agree(PyObject *Py_UNUSED(self), PyObject *args) {
     return PyLong_FromUnsignedLongLong(found);
 }
 
-static PyMethodDef methods[] = {
-    METHOD(group_publish, METH_VARARGS, "(group, kind, text): show the others a record of this rank."),
-    METHOD(group_records, METH_VARARGS, "(group, kind) -> what each rank has published, or None"),
-    METHOD(group_agree, METH_VARARGS, "(group, before, after) -> what the word of all ranks was"),
+PyMethodDef group_records_methods[] = {
+    METHOD(publish, METH_VARARGS, "(kind, text): show the others a record of this rank."),
+    METHOD(records, METH_VARARGS, "(kind) -> what each rank has published, or None"),
+    METHOD(agree, METH_VARARGS,
+           "(before, after) -> what the word of all ranks was; it becomes `after` if that is `before`"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -99,4 +98,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_records(PyObject *module) { return symcomm_add_part(module, methods, constants); }
+int symcomm_add_records(PyObject *module) { return symcomm_add_part(module, NULL, constants); }

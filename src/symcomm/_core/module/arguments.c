@@ -1,6 +1,12 @@
 #include "module/arguments.h"
 
-int convert_group(PyObject *capsule, void *group) { return (*(struct group **)group = to_group(capsule)) != NULL; }
+struct group *to_group(PyObject *object) {
+    if (Py_TYPE(object) == group_type) return group_of(object);
+    PyErr_SetString(PyExc_TypeError, "not a native.Group");
+    return NULL;
+}
+
+int convert_group(PyObject *object, void *group) { return (*(struct group **)group = to_group(object)) != NULL; }
 
 static int to_address(PyObject *object, char **address) {
     *address = PyLong_AsVoidPtr(object);

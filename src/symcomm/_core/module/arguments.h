@@ -6,14 +6,22 @@
 
 #define MAX_BUFFERS MAX_WORLD
 
-#define GROUP_CAPSULE "symcomm.group"
 #define PLAN_CAPSULE "symcomm.plan"
 
-/* NULL with an exception set: it is something else. */
-static inline struct group *to_group(PyObject *capsule) { return PyCapsule_GetPointer(capsule, GROUP_CAPSULE); }
+/* native.Group */
+struct group_object {
+    PyObject_HEAD;
+    struct group *group;
+};
+extern PyTypeObject *group_type;
 
+/* Of a method's self. */
+static inline struct group *group_of(PyObject *self) { return ((struct group_object *)self)->group; }
+
+/* NULL with an exception set: it is something else. */
+struct group *to_group(PyObject *object);
 /* The same for PyArg_ParseTuple()'s O&, into a struct group *. */
-int convert_group(PyObject *capsule, void *group);
+int convert_group(PyObject *object, void *group);
 
 /* An int or a tuple of ints, of MAX_BUFFERS at most. Returns how many, or -1 with an exception set. */
 int to_addresses(PyObject *object, char **addresses);

@@ -2,8 +2,8 @@
 #include "module/module.h"
 
 int symcomm_add_part(PyObject *module, PyMethodDef *methods, const struct constant *constants) {
-    if (PyModule_AddFunctions(module, methods) < 0) return -1;
-    for (; constants->name; constants++)
+    if (methods && PyModule_AddFunctions(module, methods) < 0) return -1;
+    for (; constants && constants->name; constants++)
         if (PyModule_AddIntConstant(module, constants->name, constants->value) < 0) return -1;
     return 0;
 }

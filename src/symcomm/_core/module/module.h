@@ -20,7 +20,7 @@ struct constant {
 };
 #define CONSTANT(NAME) {#NAME, NAME}
 
-/* What a part has: returns 0, or -1 with an exception set. */
+/* What a part has, either of them or NULL: returns 0, or -1 with an exception set. */
 int symcomm_add_part(PyObject *module, PyMethodDef *methods, const struct constant *constants);
 
 /* The parts of the module, in the order in which they are added; symcomm_add_NAME() adds one, each in a file of its

@@ -1,5 +1,5 @@
-/* What Python is told of a group: where its ranks are, which way calls took, and how long waits ended. */
-#include "module/arguments.h"
+/* What Python is told of a group: where its ranks are, which way calls took, and how waits ended. */
+#include "group/group_module.h"
 #include "module/module.h"
 #include "observe/flight.h"
 #include "sync/fail.h"
@@ -47,9 +47,8 @@ static PyObject *rank_report(int r, const struct rank_facts *f) {
                          (unsigned long long)f->progress, "gone", f->gone, "message", f->message);
 }
 
-static PyObject *group_report(PyObject *Py_UNUSED(self), PyObject *arg) {
-    struct group *g = to_group(arg);
-    if (g == NULL) return NULL;
+static PyObject *report(PyObject *self, PyObject *Py_UNUSED(none)) {
+    struct group *g = group_of(self);
     struct group_facts *facts = PyMem_Malloc(sizeof *facts + (size_t)g->world * sizeof facts->ranks[0]);
     if (facts == NULL) return PyErr_NoMemory();
     look_at_all(g, facts);
@@ -68,10 +67,9 @@ static PyObject *group_report(PyObject *Py_UNUSED(self), PyObject *arg) {
                          symcomm_seconds_since(atomic_load(&g->started)), "ranks", ranks);
 }
 
-/* group_waits(group) -> (looked, yielded, slept, first looks at present): see struct wait_counts */
-static PyObject *group_waits(PyObject *Py_UNUSED(self), PyObject *arg) {
-    struct group *g = to_group(arg);
-    if (g == NULL) return NULL;
+/* (looked, yielded, slept, first looks at present): see struct wait_counts */
+static PyObject *waits(PyObject *self, PyObject *Py_UNUSED(none)) {
+    struct group *g = group_of(self);
     const struct wait_counts *w = &g->waits;
     return Py_BuildValue("KKKi", (unsigned long long)w->looked, (unsigned long long)w->yielded,
                          (unsigned long long)w->slept, spins_now(g));
@@ -84,19 +82,17 @@ static PyObject *as_dict(const struct ways *w) {
                          n[0][0] + n[1][0], "queued", n[0][1] + n[1][1]);
 }
 
-static PyObject *group_ways(PyObject *Py_UNUSED(self), PyObject *arg) {
-    struct group *g = to_group(arg);
-    if (g == NULL) return NULL;
+static PyObject *ways(PyObject *self, PyObject *Py_UNUSED(none)) {
+    struct group *g = group_of(self);
     return Py_BuildValue("{s:N,s:N,s:N}", "collectives", as_dict(&g->collectives), "messages", as_dict(&g->messages),
                          "puts", as_dict(&g->puts));
 }
 
-static PyMethodDef methods[] = {
-    METHOD(group_report, METH_O, "(group) -> what this rank can see of all ranks"),
-    METHOD(group_ways, METH_O, "(group) -> how many collectives, messages and puts took which way"),
-    METHOD(
-        group_waits, METH_O,
-        "(group) -> how many of its long waits were over by looking, yielding, sleeping; and how often it looks first"),
+PyMethodDef group_report_methods[] = {
+    METHOD(report, METH_NOARGS, "() -> what this rank can see of all ranks"),
+    METHOD(ways, METH_NOARGS, "() -> how many collectives, messages and puts took which way"),
+    METHOD(waits, METH_NOARGS,
+           "() -> how many of its long waits were over by looking, yielding, sleeping; and how often it looks first"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -105,4 +101,4 @@ static const struct constant constants[] = {
     CONSTANT(FLIGHT_PATHS),  CONSTANT(FLIGHT_SLOW_PATH), CONSTANT(FLIGHT_QUEUED),   {NULL, 0},
 };
 
-int symcomm_add_report(PyObject *module) { return symcomm_add_part(module, methods, constants); }
+int symcomm_add_report(PyObject *module) { return symcomm_add_part(module, NULL, constants); }

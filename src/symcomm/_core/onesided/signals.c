@@ -176,7 +176,7 @@ static PyObject *make_pads(PyObject *Py_UNUSED(self), PyObject *args) {
     for (int r = 0; good && r < g->world; r++) good = p->of[r] != NULL;
     if (!good && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a signal pad cannot be at address 0");
     PyObject *capsule = good ? PyCapsule_New(p, PADS, drop_pads) : NULL;
-    if (capsule) PyCapsule_SetContext(capsule, Py_NewRef(g->capsule)); /* the pads use the group's memory */
+    if (capsule) PyCapsule_SetContext(capsule, Py_NewRef(g->object)); /* the pads use the group's memory */
     else PyMem_Free(p);
     return capsule;
 }

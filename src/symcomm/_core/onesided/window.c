@@ -70,7 +70,7 @@ static PyObject *make_window(PyObject *Py_UNUSED(self), PyObject *args) {
     }
     PyObject *capsule = PyCapsule_New(w, WINDOW, drop_window);
     if (capsule == NULL) goto failed;
-    PyCapsule_SetContext(capsule, Py_NewRef(g->capsule));
+    PyCapsule_SetContext(capsule, Py_NewRef(g->object));
     w->tensor = Py_NewRef(tensor);
     return capsule;
 failed:

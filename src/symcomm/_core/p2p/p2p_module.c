@@ -2,8 +2,7 @@
 #include <errno.h>
 #include <stddef.h>
 
-#include "group/group.h"
-#include "module/arguments.h"
+#include "group/group_module.h"
 #include "module/gil.h"
 #include "module/module.h"
 #include "p2p/engine.h"
@@ -18,15 +17,15 @@ static void drop_op(PyObject *capsule) {
     Py_DECREF(group);
 }
 
-static PyObject *py_post(PyObject *Py_UNUSED(self), PyObject *args) {
-    struct group *g;
+static PyObject *post(PyObject *self, PyObject *args) {
+    struct group *g = group_of(self);
     int is_send, peer, background;
     long long tag, dtype, nbytes;
     unsigned long long address;
     unsigned site;
     PyObject *tensor;
-    if (!PyArg_ParseTuple(args, "O&piLLKLpIO", convert_group, &g, &is_send, &peer, &tag, &dtype, &address, &nbytes,
-                          &background, &site, &tensor))
+    if (!PyArg_ParseTuple(args, "piLLKLpIO", &is_send, &peer, &tag, &dtype, &address, &nbytes, &background, &site,
+                          &tensor))
         return NULL;
     if (g->p2p == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
         return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
@@ -49,7 +48,7 @@ static PyObject *py_post(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_END_ALLOW_THREADS;
     if (op == NULL) return errno == EAGAIN ? PyErr_SetFromErrno(PyExc_OSError) : PyErr_NoMemory();
     PyObject *result = PyCapsule_New(op, OP, drop_op);
-    if (result) PyCapsule_SetContext(result, Py_NewRef(g->capsule));
+    if (result) PyCapsule_SetContext(result, Py_NewRef(self));
     return result;
 }
 
@@ -104,16 +103,16 @@ static PyObject *py_fill(PyObject *Py_UNUSED(self), PyObject *args) {
     return PyBool_FromLong(filled);
 }
 
-/* p2p_exchange(group, is_send, peer, tag, tensor): a blocking send or receive of a tensor the core can
+/* exchange(is_send, peer, tag, tensor): a blocking send or receive of a tensor the core can
  * view. The peer's rank when all went well, an outcome like p2p_wait's when not, None when Python has to look. */
-static PyObject *py_exchange(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
-    struct group *g = n_args == 5 ? to_group(args[0]) : NULL;
-    if (g == NULL) return n_args == 5 ? NULL : PyErr_Format(PyExc_TypeError, "p2p_exchange takes 5 arguments");
+static PyObject *exchange(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    if (n_args != 4) return PyErr_Format(PyExc_TypeError, "exchange takes 4 arguments");
+    struct group *g = group_of(self);
     struct tensor_view view;
-    if (g->p2p == NULL || !PyLong_Check(args[2]) || !PyLong_Check(args[3]) || !tensor_view(args[4], &view))
+    if (g->p2p == NULL || !PyLong_Check(args[1]) || !PyLong_Check(args[2]) || !tensor_view(args[3], &view))
         Py_RETURN_NONE;
-    struct op wanted = {.is_send = args[1] == Py_True, .tag = PyLong_AsLongLong(args[3]), .dtype = view.dtype};
-    long peer = PyLong_AsLong(args[2]);
+    struct op wanted = {.is_send = args[0] == Py_True, .tag = PyLong_AsLongLong(args[2]), .dtype = view.dtype};
+    long peer = PyLong_AsLong(args[1]);
     int64_t timeout = atomic_load_explicit(&g->timeout, memory_order_relaxed);
     if (PyErr_Occurred() || peer >= g->world || peer < (wanted.is_send ? 0 : ANY_SOURCE)) {
         PyErr_Clear();
@@ -124,7 +123,7 @@ static PyObject *py_exchange(PyObject *Py_UNUSED(self), PyObject *const *args, P
     wanted.nbytes = (uint64_t)view.count * symcomm_itemsize[view.dtype];
     struct op *op;
     int status;
-    if (!wanted.is_send) tensors_change(args[4]);
+    if (!wanted.is_send) tensors_change(args[3]);
     count_call(&g->messages, false, false);
     WITHOUT_GIL_UNLESS(g->own_process && p2p_is_short(g, wanted.nbytes),
                        op = p2p_exchange(g, &wanted, timeout, &status));
@@ -140,7 +139,7 @@ static PyObject *deadlock_callable; /* says that two ranks seem to wait for each
 static void call_deadlock_hook(const struct op *op) {
     struct caller *c = symcomm_caller;
     if (c == NULL || !gil_take_back(c)) return;
-    PyObject *group = op->p2p->group->capsule, *callable = Py_NewRef(deadlock_callable);
+    PyObject *group = op->p2p->group->object, *callable = Py_NewRef(deadlock_callable);
     PyObject *told =
         PyObject_CallFunction(callable, "OiiL", group, (int)op->is_send, (int)op->peer, (long long)op->tag);
     Py_DECREF(callable);
@@ -156,11 +155,10 @@ static PyObject *use_deadlock_callback(PyObject *Py_UNUSED(self), PyObject *call
     Py_RETURN_NONE;
 }
 
-/* group_let_go(group): it has failed. Returns once nobody uses the tensors of this rank's calls any more. */
-static PyObject *group_let_go(PyObject *Py_UNUSED(self), PyObject *capsule) {
-    struct group *g = to_group(capsule);
+/* The group has failed. Returns once nobody uses the tensors of this rank's calls any more. */
+static PyObject *let_go(PyObject *self, PyObject *Py_UNUSED(none)) {
+    struct group *g = group_of(self);
     struct visit v;
-    if (g == NULL) return NULL;
     Py_BEGIN_ALLOW_THREADS;
     if (visit_begin(&v, g)) p2p_let_all_go(&v);
     visit_end(&v);
@@ -168,16 +166,19 @@ static PyObject *group_let_go(PyObject *Py_UNUSED(self), PyObject *capsule) {
     Py_RETURN_NONE;
 }
 
+PyMethodDef group_p2p_methods[] = {
+    METHOD(let_go, METH_NOARGS, "(): of one that has failed; its tensors are the caller's on return."),
+    METHOD(exchange, METH_FASTCALL, "(is_send, peer, tag, tensor) -> peer, outcome or None"),
+    METHOD(post, METH_VARARGS, "(is_send, peer, tag, dtype, address, nbytes, background, site, tensor) -> op"),
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMethodDef methods[] = {
     METHOD(use_deadlock_callback, METH_O,
            "(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."),
-    METHOD(group_let_go, METH_O, "(group): of one that has failed; its tensors are the caller's on return."),
-    METHOD_AS(p2p_exchange, py_exchange, METH_FASTCALL, "(group, is_send, peer, tag, tensor) -> peer, outcome or None"),
     METHOD_AS(p2p_fill, py_fill, METH_VARARGS,
               "(op, status) -> whether it was held; it is over, by a message that came another way"),
     METHOD_AS(p2p_hold, py_hold, METH_O, "(op) -> whether no message has matched the receive; then none can"),
-    METHOD_AS(p2p_post, py_post, METH_VARARGS,
-              "(group, is_send, peer, tag, dtype, address, nbytes, background, site, tensor) -> op"),
     METHOD_AS(p2p_resume, py_resume, METH_O, "(op): a held receive can be matched again, in its place"),
     METHOD_AS(p2p_wait, py_wait, METH_VARARGS,
               "(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"),

@@ -16,7 +16,6 @@ import time
 import weakref
 from typing import Any
 
-from symcomm._core import native
 from symcomm.group import hooks
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.observe.recorder.dump import answer_name, ask_name, note, prefix_from_environment, write, write_to
@@ -96,7 +95,7 @@ class Tracer:
     def _silent_peers(self, group: Any) -> list[RankTrace]:
         """What is known of ranks of ``group`` on this host that died, left or are stopped."""
         group = on_this_host(group)
-        seen = native.group_report(group.handle)["ranks"]
+        seen = group.handle.report()["ranks"]
         found = []
         for rank, peer in enumerate(group.peers):
             gone = seen[rank]["gone"]
@@ -157,7 +156,7 @@ class Tracer:
 
     def _look_at(self, mine: _Rank, group: Any) -> None:
         """Write if the group has failed and this rank did not notice by itself."""
-        if group in mine.written or not native.group_report(group.handle)["status"]:
+        if group in mine.written or not group.handle.report()["status"]:
             return
         first = mine.suspicion.setdefault(group, time.monotonic())
         if time.monotonic() - first >= GRACE:
