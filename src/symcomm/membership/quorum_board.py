@@ -134,7 +134,7 @@ class QuorumBoard(Board):
         self._ref, self._cond = weakref.ref(group), group.cond
         self.rank, self.size, self.name = group.rank, group.size, group.name
         self._acceptor = Acceptor()
-        self._timeout = 0.0
+        self._timeout = self._deadline = 0.0
         self._quorum: int | None = None
         self._late = 0
         self._silent: set[int] = set()  # ranks that did not answer in time, where all that may go on have to
@@ -203,8 +203,8 @@ class QuorumBoard(Board):
 
     def _swap(self, before: Standing, after: Standing) -> None:
         """Change the standing, unless it is not ``before`` any more: then learn what it is."""
-        acceptor, deadline = self._acceptor, time.monotonic() + self._timeout
-        acceptor.heard = {self.rank}
+        acceptor = self._acceptor
+        self._extend()
         while self._is_turn(before):
             self._check_quorum([r for r in range(self.size) if r not in self._group.rounds.gone()])
             with self._cond:
@@ -212,13 +212,12 @@ class QuorumBoard(Board):
                 acceptor.promises, acceptor.acceptances = {}, set()
             ballot = list(acceptor.ballot)
             self._send_all({"step": "prepare", "proposal": ballot})
-            if not self._await_answers(lambda: acceptor.promises, after, deadline):
+            if not self._await_answers(lambda: acceptor.promises, after):
                 continue
-            deadline = time.monotonic() + self._timeout
             current = max(acceptor.promises.values(), key=lambda accepted: accepted[0])[1]
             value = pack(current if age(current) > age(before) else after)
             self._send_all({"step": "accept", "proposal": ballot, "value": value})
-            if self._await_answers(lambda: acceptor.acceptances, after, deadline):
+            if self._await_answers(lambda: acceptor.acceptances, after):
                 self._send_all({"step": "learned", "value": value})
 
     def _is_turn(self, before: Standing) -> bool:
@@ -226,8 +225,12 @@ class QuorumBoard(Board):
         left = [r for r in range(self.size) if r == self.rank or r not in before.attempt.dead.union(self.gone())]
         return not self._await(lambda: self.now() != before, time.monotonic() + GRACE * left.index(self.rank))
 
-    def _await_answers(self, answers: Callable[[], Collection[int]], after: Standing, deadline: float) -> bool:
-        """Until a quorum has answered; False when there is a higher ballot."""
+    def _extend(self) -> None:
+        """From now on a quorum has the whole time-out to be heard of again."""
+        self._deadline, self._acceptor.heard = time.monotonic() + self._timeout, {self.rank}
+
+    def _await_answers(self, answers: Callable[[], Collection[int]], after: Standing) -> bool:
+        """Until a quorum has answered; False when there is a higher ballot, or to try once more."""
         acceptor = self._acceptor
 
         def missing() -> set[int]:
@@ -239,11 +242,18 @@ class QuorumBoard(Board):
         def is_outdone() -> bool:
             return acceptor.promised > acceptor.ballot
 
-        if not self._await(lambda: is_outdone() or (self._is_quorum(answers()) and not missing()), deadline):
+        def is_over() -> bool:
+            return is_outdone() or (self._is_quorum(answers()) and not missing())
+
+        # a rank that was stopped finds answers that it has not read yet
+        if not self._await(is_over, self._deadline) and not self._await(is_over, time.monotonic() + GRACE):
             self._check_quorum(acceptor.heard)
+            self._extend()
             if not self._is_quorum(answers()):
-                raise errors.deadline(f"shrink of group {self.name!r}", self._timeout)
+                return False
             self._silent |= missing()
+        elif not is_outdone():
+            self._extend()
         return not is_outdone()
 
     # --- the board ----------------------------------------------------------------------------------------------
