@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from symcomm import errors
 from symcomm.bench import attach
-from symcomm.bench.attach import Row, Workload
+from symcomm.bench.attach import AttachMeasurement, AttachWorkload
 from symcomm.cli import bench
 from symcomm.collectives.limits import NO_BYTES, Limits
 from symcomm.group import calibration
@@ -28,8 +28,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rows(call: str, gains: dict[int, float]) -> list[Row]:
-    return [Row(call, piece * KIB, gain * 100, 100) for piece, gain in gains.items()]
+def rows(call: str, gains: dict[int, float]) -> list[AttachMeasurement]:
+    return [AttachMeasurement(call, piece * KIB, gain * 100, 100) for piece, gain in gains.items()]
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_it_measures_and_groups_use_the_answer(own_cache: Path, monkeypatch: pyt
     file = own_cache / "found.json"
     result = CliRunner().invoke(bench.app, ["attach", "--rounds", "1", "--ranks", "4", "--json", str(file)])
     assert result.exit_code == 0, result.output
-    found = [Row(**row) for row in json.loads(file.read_text())["rows"]]
+    found = [AttachMeasurement(**row) for row in json.loads(file.read_text())["rows"]]
     assert [(row.call, row.piece) for row in found] == [(call, size) for call in attach.CALLS for size in attach.SIZES]
     assert all(row.copied > 0 and row.attached > 0 for row in found)
     assert all(" ".join(attach.cells(row)) in " ".join(result.output.split()) for row in found)
-    assert calibration.load() == {Workload(4).where: attach.thresholds(found)}
-    assert attach.note(found, Workload(4)) in result.output and str(calibration.cache_file()) in result.output
+    assert calibration.load() == {AttachWorkload(4).where: attach.thresholds(found)}
+    assert attach.note(found, AttachWorkload(4)) in result.output and str(calibration.cache_file()) in result.output
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(monkeypatch: pytest.MonkeyPatch):
@@ -72,7 +72,9 @@ def test_a_place_that_cannot_be_written_is_refused_first(monkeypatch: pytest.Mon
 
 
 def test_a_quick_look_is_not_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attach, "run_attach_bench", lambda *args: [Row(call, KIB, 200, 100) for call in attach.CALLS])
+    monkeypatch.setattr(
+        attach, "run_attach_bench", lambda *args: [AttachMeasurement(call, KIB, 200, 100) for call in attach.CALLS]
+    )
     result = CliRunner().invoke(bench.app, ["attach", "--quick"])
     assert result.exit_code == 0 and "not kept" in result.output, result.output
     assert calibration.load() == {}
@@ -89,7 +91,7 @@ def test_without_ranks_it_takes_a_rank_for_every_core(monkeypatch: pytest.Monkey
     for cores, ranks in ((1, Limits.attach_ranks), (8, 8), (64, 16)):
         monkeypatch.setattr(attach.os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         assert attach.usual_ranks() == ranks
-        assert Workload(ranks).where == (calibration.CROWDED if cores == 1 else calibration.ROOMY)
+        assert AttachWorkload(ranks).where == (calibration.CROWDED if cores == 1 else calibration.ROOMY)
 
 
 def _copied(group):

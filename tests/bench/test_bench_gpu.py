@@ -16,20 +16,20 @@ def test_the_table_of_ranks_on_one_gpu(tmp_path: Path):
     from symcomm.bench import pictures
 
     found = [
-        module.Measurement("in turns", 4096, "ordinary", [70e-6, 72e-6, 68e-6], [120e-6]),
-        module.Measurement("in turns", 4096, "gloo", [490e-6], [540e-6]),
-        module.Measurement("MPS", 1 << 20, "symmetric", [10e-6], [20e-6]),
-        module.Measurement("MPS", 1 << 20, "torch", [20e-6], [30e-6]),
+        module.GpuMeasurement("in turns", 4096, "ordinary", [70e-6, 72e-6, 68e-6], [120e-6]),
+        module.GpuMeasurement("in turns", 4096, "gloo", [490e-6], [540e-6]),
+        module.GpuMeasurement("MPS", 1 << 20, "symmetric", [10e-6], [20e-6]),
+        module.GpuMeasurement("MPS", 1 << 20, "torch", [20e-6], [30e-6]),
     ]
-    _, _, rows = module.as_table(found, module.Workload())
+    _, _, rows = module.as_table(found, module.GpuWorkload())
     assert rows == [
         ["in turns", "4 KiB", "70 / 120", "-", "490 / 540", "-", "7.00x / 4.50x", "-"],
         ["MPS", "1 MiB", "-", "10 / 20", "-", "20 / 30", "-", "2.00x / 1.50x"],
     ]
     assert module.note(found) == "" and "refused" in module.note(found[:2])
-    assert module.to_json(found, module.Workload())["rows"][0]["row_us"] == [70, 72, 68]
+    assert module.to_json(found, module.GpuWorkload())["rows"][0]["row_us"] == [70, 72, 68]
     pytest.importorskip("matplotlib")
-    pictures.draw(tmp_path / "gpu.svg", "heading", module.picture(found, module.Workload()))
+    pictures.draw(tmp_path / "gpu.svg", "heading", module.picture(found, module.GpuWorkload()))
     assert "GPU shared: MPS" in (tmp_path / "gpu.svg").read_text()
 
 
@@ -64,12 +64,12 @@ for nbytes in workload["sizes"]:
 """
 
 
-def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str) -> list[module.Measurement]:
+def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str) -> list[module.GpuMeasurement]:
     (tmp_path / "stand_in_rank.py").write_text(RANK)
     monkeypatch.setattr(module, "WORKER", "stand_in_rank")
     monkeypatch.setattr(module, "STEP_S", 1.0)
     environment = {"PYTHONPATH": str(tmp_path), "STUCK": stuck}
-    workload = module.Workload(ranks=2, rounds=1, sizes=(4096, 1 << 20, 1 << 21))
+    workload = module.GpuWorkload(ranks=2, rounds=1, sizes=(4096, 1 << 20, 1 << 21))
     return module._measure(workload, module.MPS, environment, lambda what: None)
 
 

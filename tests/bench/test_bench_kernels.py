@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from symcomm._core import native
 from symcomm.bench import kernels as bench_kernels
 from symcomm.bench import table as bench_table
-from symcomm.bench.kernels import Buffers, Row, Workload
+from symcomm.bench.kernels import Buffers, KernelsMeasurement, KernelsWorkload
 from symcomm.cli import bench
 from symcomm.types import DType, RedOpType
 
 SIZES = {"L1": 4096, "memory": 16384}
-TINY = Workload(sources=3, rounds=2, seconds=0, dtypes=(DType.FLOAT32, DType.COMPLEX64), sizes=SIZES)
+TINY = KernelsWorkload(sources=3, rounds=2, seconds=0, dtypes=(DType.FLOAT32, DType.COMPLEX64), sizes=SIZES)
 
 
 def cli(*args: str) -> tuple[int, str]:
@@ -74,7 +74,7 @@ def test_bytes_are_counted_alike(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_operation_a_type_has_is_measured():
-    seen: list[Row] = []
+    seen: list[KernelsMeasurement] = []
     rows = bench_kernels.run_kernels_bench(TINY, seen.append)
     assert seen == rows
     floats = [row.op for row in rows if row.dtype == DType.FLOAT32]
@@ -89,8 +89,10 @@ def test_every_operation_a_type_has_is_measured():
 
 
 def test_what_is_far_from_memcpy_is_marked():
-    slow, fast = (Row(DType.FLOAT16, RedOpType.SUM, {"memory": 9.0}, {"memory": share}) for share in (0.5, 0.9))
-    other = Row(DType.INT32, RedOpType.AVG, {"memory": 9.0}, {"memory": 0.5})
+    slow, fast = (
+        KernelsMeasurement(DType.FLOAT16, RedOpType.SUM, {"memory": 9.0}, {"memory": share}) for share in (0.5, 0.9)
+    )
+    other = KernelsMeasurement(DType.INT32, RedOpType.AVG, {"memory": 9.0}, {"memory": 0.5})
     assert [bench_kernels.cells(row)[-1] for row in (slow, fast, other)] == [f"50%{bench_table.MISSED}", "90%", "50%"]
     assert "below 80% of memcpy (1)" in bench_kernels.note([slow, fast, other])
     assert "below" not in bench_kernels.note([fast, other])

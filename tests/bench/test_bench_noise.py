@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from symcomm import errors
 from symcomm.bench import noise as bench_noise
 from symcomm.bench import worker as bench_worker
-from symcomm.bench.noise import Measurement, Neighbours, Workload, live_beside, parse_neighbours
+from symcomm.bench.noise import Neighbours, NoiseMeasurement, NoiseWorkload, live_beside, parse_neighbours
 from symcomm.bench.run import Case
 from symcomm.cli import bench
 from tests.support.ranks import until
@@ -34,8 +34,8 @@ def test_neighbours_in_words():
 
 
 def test_ratios_are_against_the_better_mpi_of_each_figure():
-    workload = Workload(2, (Neighbours(0.25, 0.004),), ("mpich", "openmpi"))
-    figures = Measurement(workload.neighbours[0], SMALL)
+    workload = NoiseWorkload(2, (Neighbours(0.25, 0.004),), ("mpich", "openmpi"))
+    figures = NoiseMeasurement(workload.neighbours[0], SMALL)
     for side, median, tail in (("symcomm", 2e-6, 8e-6), ("mpich", 3e-6, 4e-6), ("openmpi", 5e-6, 6e-6)):
         for factor in (1, 1, 9):  # one turn was disturbed
             figures.add(side, median * factor, tail * factor)

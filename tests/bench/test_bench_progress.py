@@ -20,9 +20,9 @@ def test_rows_come_as_they_are_measured(monkeypatch: pytest.MonkeyPatch, capsys:
     """A program's first rows are printed before its next part is begun, and none twice."""
     shown: list[str] = []
 
-    def stand_in(workload: bench_ddp.Workload, tick: object, seen: Callable[[list], None]) -> list:
+    def stand_in(workload: bench_ddp.DdpWorkload, tick: object, seen: Callable[[list], None]) -> list:
         found = [
-            bench_ddp.Measurement(model, side, 0.0, parameters=1000, turns=[0.1 * n for n in (1, 2, 3)])
+            bench_ddp.DdpMeasurement(model, side, 0.0, parameters=1000, turns=[0.1 * n for n in (1, 2, 3)])
             for model in workload.models
             for side in bench_ddp.SIDES
         ]
@@ -32,7 +32,7 @@ def test_rows_come_as_they_are_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         return found
 
     monkeypatch.setattr(bench_ddp, "run_ddp_bench", stand_in)
-    workload = bench_ddp.Workload(2, 3, 1)
+    workload = bench_ddp.DdpWorkload(2, 3, 1)
     bench.bench_program("ddp", workload, bench.Wanted(False, False, None, None))
     assert [sum(line.startswith("  ") for line in text.splitlines()) for text in shown] == [
         len(bench_ddp.SIDES) for _ in workload.models

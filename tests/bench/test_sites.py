@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from symcomm.bench import relay
 from symcomm.bench import sites as bench_sites
 from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
-from symcomm.bench.sites import Measurement, Workload
+from symcomm.bench.sites import SitesMeasurement, SitesWorkload
 from symcomm.cli import bench, command
 
 HOSTS = [bytes([10, 0, 0, number]) for number in (1, 2)]
@@ -196,20 +196,20 @@ def cli(*args: str) -> tuple[int, str]:
 
 
 def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    asked: list[Workload] = []
+    asked: list[SitesWorkload] = []
 
-    def stand_in(workload: Workload, *_: object) -> list[Measurement]:
+    def stand_in(workload: SitesWorkload, *_: object) -> list[SitesMeasurement]:
         asked.append(workload)
         return [
-            Measurement("plain", [(0, 0.0, 5.0), (40, 20.0, 3.0), (80, 40.0, 2.1)], 320_000_000),
-            Measurement("diloco", [(0, 0.0, 5.0), (100, 10.0, 2.2)], 20_500_000),
-            Measurement("topk", [(0, 0.0, 5.0), (160, 32.0, 2.5)], 9_000_000),
+            SitesMeasurement("plain", [(0, 0.0, 5.0), (40, 20.0, 3.0), (80, 40.0, 2.1)], 320_000_000),
+            SitesMeasurement("diloco", [(0, 0.0, 5.0), (100, 10.0, 2.2)], 20_500_000),
+            SitesMeasurement("topk", [(0, 0.0, 5.0), (160, 32.0, 2.5)], 9_000_000),
         ]
 
     monkeypatch.setattr(bench_sites, "run_sites_bench", stand_in)
     path = tmp_path / "sites.json"
     code, output = cli("--markdown", "--json", str(path))
-    assert code == 0 and asked == [Workload()] and asked[0].ranks == 1, output
+    assert code == 0 and asked == [SitesWorkload()] and asked[0].ranks == 1, output
     assert "2 sites x 1 ranks, 100 Mbit/s, round trip 50 ms" in output
     assert "| plain DDP | 40.0 | 1.00x | 80 | 500 | 320.0 | 2.10 |" in output
     assert "| DiLoCo | 10.0 | 4.00x | 100 | 100 | 20.5 | 2.20 |" in output
@@ -218,7 +218,9 @@ def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     saved = json.loads(path.read_text())
     assert saved["rows"][0]["curve"][-1] == [80, 40.0, 2.1] and saved["plan"]["target"] == 2.4
     code, output = cli("--quick", "--ranks", "2")
-    assert code == 0 and asked[1] == Workload(2, **bench_sites.QUICK) and re.search(r"DiLoCo +10\.0 +4\.00x", output)
+    assert (
+        code == 0 and asked[1] == SitesWorkload(2, **bench_sites.QUICK) and re.search(r"DiLoCo +10\.0 +4\.00x", output)
+    )
     code, output = cli("--ranks", "0")
     assert code == command.REFUSED and "1 or more for sites" in output
 
@@ -227,7 +229,7 @@ def test_every_method_trains_across_sites():
     """A tiny model, two steps: all methods begin and judge alike, and differ in what they send."""
     if reason := _why_not():
         pytest.skip(f"sites: {reason}")
-    workload = Workload(
+    workload = SitesWorkload(
         round_trip_ms=4.0, width=32, layers=1, context=16, batch=2, every=1, period=2, limit=2, target=0.0
     )  # fmt: skip
     ticks: list[str] = []

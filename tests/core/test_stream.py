@@ -88,7 +88,7 @@ def test_what_the_cache_does_not_hold_is_not_read_by_system_call_where_that_take
 MEASURED = """
 from symcomm.bench import attach
 attach.SIZES = (1 << 14,)
-rows = attach.run_attach_bench(attach.Workload(attach.FEWEST, rounds=1, seconds=0.001))
+rows = attach.run_attach_bench(attach.AttachWorkload(attach.FEWEST, rounds=1, seconds=0.001))
 print([row.call for row in rows], attach.thresholds(rows)[1] == attach.NO_BYTES)
 """
 

@@ -10,7 +10,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from symcomm.bench.hosts import Measurement, Workload, as_table, expected_bytes, run_hosts_bench, to_json
+from symcomm.bench.hosts import HostsMeasurement, HostsWorkload, as_table, expected_bytes, run_hosts_bench, to_json
 from symcomm.bench.namespaces import why_no_namespaces
 from symcomm.cli import bench
 from symcomm.cli.bench import pick_collectives
@@ -104,14 +104,14 @@ def test_networks_are_cleaned_up():
 
 def test_the_benchmark_says_what_the_wire_allows():
     """Two hosts x 4 ranks: a ring over 8 ranks sends 1.75 times the tensor out of each host, ours once."""
-    workload = Workload(ranks=4, sizes=(1 << 20,))
+    workload = HostsWorkload(ranks=4, sizes=(1 << 20,))
     assert expected_bytes("ours", "all_reduce", 1 << 20, 2, 4) == 1 << 20
     assert expected_bytes("gloo", "all_reduce", 1 << 20, 2, 4) == 1.75 * 2**20
     found = [
-        Measurement("all_reduce", 1 << 20, "ours", 1.1 * 2**20, [0.010, 0.020, 0.012]),
-        Measurement("all_reduce", 1 << 20, "gloo", 1.8 * 2**20, [0.024, 0.018]),
-        Measurement("barrier", 0, "ours", 650.0, [0.001]),
-        Measurement("barrier", 0, "gloo", 1160.0, [0.002]),
+        HostsMeasurement("all_reduce", 1 << 20, "ours", 1.1 * 2**20, [0.010, 0.020, 0.012]),
+        HostsMeasurement("all_reduce", 1 << 20, "gloo", 1.8 * 2**20, [0.024, 0.018]),
+        HostsMeasurement("barrier", 0, "ours", 650.0, [0.001]),
+        HostsMeasurement("barrier", 0, "gloo", 1160.0, [0.002]),
     ]
     title, _, rows = as_table(found, workload)
     assert title == "2 hosts x 4 ranks, 1000 Mbit/s each"
@@ -142,7 +142,7 @@ def test_every_collective_moves_what_it_must():
     """A real run on both sides: values are right, and the network card counts what algorithms say, and headers."""
     if reason := why_no_namespaces():
         pytest.skip(f"several hosts: {reason}")
-    workload = Workload(2, rounds=3, steps=1, sizes=(4 << 10, 1 << 20), collectives=pick_collectives("all"))
+    workload = HostsWorkload(2, rounds=3, steps=1, sizes=(4 << 10, 1 << 20), collectives=pick_collectives("all"))
     ticks: list[str] = []
     found = run_hosts_bench(workload, ticks.append)
     assert 3 * len(found) == len(ticks) == workload.turns == 3 * 2 * (8 * 2 + 1)

@@ -181,7 +181,7 @@ def test_transformers_tp_plan(tmp_path: Path):
 # --- symcomm bench llm -------------------------------------------------------------------------------------------
 
 
-def fake_measurements(section: bench_llm.Section, workload: bench_llm.Workload) -> list[bench_llm.Measurement]:
+def fake_measurements(section: bench_llm.LlmSection, workload: bench_llm.LlmWorkload) -> list[bench_llm.LlmMeasurement]:
     """Seconds of a token in three rounds; the second is slow, and so is every second token."""
     decode = {"one": [0.05, 0.9, 0.05], "gloo": [0.1, 3.0, 0.1], "symcomm": [0.04, 1, 0.04], "direct": [0.025, 1, 0.02]}
     figures = []
@@ -191,16 +191,16 @@ def fake_measurements(section: bench_llm.Section, workload: bench_llm.Workload) 
         prefill = [[20 * seconds] for seconds in turns]
         tokens = [[seconds, 5 * seconds, seconds] for seconds in turns]
         reducing = [[seconds / 2 if section.mode == "eager" else 0.0] * 3 for seconds in turns]
-        figures.append(bench_llm.Measurement(section.mode, ranks, name, "", prefill, tokens, reducing))
+        figures.append(bench_llm.LlmMeasurement(section.mode, ranks, name, "", prefill, tokens, reducing))
     return figures
 
 
 def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    asked: list[bench_llm.Workload] = []
+    asked: list[bench_llm.LlmWorkload] = []
 
     def stand_in(
-        section: bench_llm.Section, workload: bench_llm.Workload, tick: object, begin: object
-    ) -> list[bench_llm.Measurement]:
+        section: bench_llm.LlmSection, workload: bench_llm.LlmWorkload, tick: object, begin: object
+    ) -> list[bench_llm.LlmMeasurement]:
         asked.append(workload)
         return fake_measurements(section, workload)
 
@@ -210,7 +210,7 @@ def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     picture = ["--plot", str(tmp_path / "llm.svg")] if importlib.util.find_spec("matplotlib") else []
     code, output = cli("llm", "--markdown", "--json", str(path), "--width", "512", "--batch", "2", *picture)
     assert code == 0, output
-    assert asked == [bench_llm.Workload(width=512, batch=2)] * 4
+    assert asked == [bench_llm.LlmWorkload(width=512, batch=2)] * 4
     assert "| eager | 1 | one process | 256 | 40.0 | - | 2.00x | - |" in output
     assert "| eager | 2 | gloo | 128 | 20.0 | 50.00 | - | 0.50x |" in output
     assert "| eager | 4 | symcomm, own call | 512 | 80.0 | 12.50 | 4.00x | 2.00x |" in output
@@ -221,7 +221,7 @@ def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     if picture:
         assert (tmp_path / "llm.svg").read_text().count("<!-- symcomm, own call -->") == 1
     _, fastest = cli("llm", "--best", "--ranks", "2", "--quick")
-    assert asked[-1] == bench_llm.Workload(worlds=(2,), **bench_llm.QUICK)
+    assert asked[-1] == bench_llm.LlmWorkload(worlds=(2,), **bench_llm.QUICK)
     assert re.search(r"eager +2 +symcomm, own call +80 +50\.0 +10\.00 +5\.00x +2\.50x", fastest), fastest
 
 
@@ -256,7 +256,7 @@ def test_a_rank_times_its_tokens(monkeypatch: pytest.MonkeyPatch, compiled: bool
     asked: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: asked.append(dynamic) or model)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    config = bench_llm.Workload(**SMALL).config
+    config = bench_llm.LlmWorkload(**SMALL).config
     order = {"compiled": compiled, "config": config, "prompt": 8, "tokens": 4, "threads": 3}
     found, written = bench_llm_worker.Run(0, 1, lambda tensor: time.sleep(0.001), order).write()
     assert asked == [3, *[False] * compiled]
@@ -289,7 +289,9 @@ def test_a_side_that_writes_other_tokens_is_not_timed(monkeypatch, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     sides: Any = [Stub("one", 1, [1, 2]), Stub("gloo", 2, [1, 3])]
     with pytest.raises(errors.SymcommError, match="gloo, eager, 2 ranks, does not write the tokens"):
-        bench_llm._prepare(sides, bench_llm.Section("eager", 2), bench_llm.Workload(), "eager, 2 ranks", done.append)
+        bench_llm._prepare(
+            sides, bench_llm.LlmSection("eager", 2), bench_llm.LlmWorkload(), "eager, 2 ranks", done.append
+        )
     if cores == 3:  # one for every rank: all at once
         assert done[0] == "preparing eager, 2 ranks, one process, gloo"
         assert done[1:] == ["one told", "gloo told", "one heard", "gloo heard"]
@@ -306,7 +308,7 @@ def test_what_cannot_run_is_a_dash_with_its_reason():
             return [{"unsupported": "no such operator"}, {}]
 
     side: Any = Stub()
-    section = bench_llm.Section("eager", 2)
+    section = bench_llm.LlmSection("eager", 2)
     figures = bench_llm._start(section, side, "eager")
     assert figures.reason == "no such operator"
-    assert bench_llm.row_of(figures, [figures], bench_llm.Workload())[2:] == ["deepspeed", *["-"] * 5]
+    assert bench_llm.row_of(figures, [figures], bench_llm.LlmWorkload())[2:] == ["deepspeed", *["-"] * 5]

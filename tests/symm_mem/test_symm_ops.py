@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _SymmetricMemory as Statics
 import symcomm
 from symcomm import errors, symm_mem
 from symcomm._core import native
-from symcomm.group.local import _layout
+from symcomm.group.meeting import layout
 from symcomm.symm_mem.install import get_elements
 from symcomm.torch_backend import symm_boxed, symm_one_sided, symm_ops, symm_reduce, symm_shuffle
 from symcomm.torch_backend.register import register
@@ -604,7 +604,7 @@ def test_refusals_are_one_sentence():
 
 def staging_area(core) -> bytes:
     """What passes through this rank's staging area stays there until the next operation needs the room."""
-    stage, channels, _ = _layout(core.size, core.plan_limits)
+    stage, channels, _ = layout(core.size, core.plan_limits)
     return native.peek(core.arena.base + core._offset + stage, channels - stage)
 
 

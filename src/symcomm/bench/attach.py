@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
+from symcomm.bench.frame import Workload, has_core_each, pick
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Tick, quiet
 from symcomm.collectives.limits import NO_BYTES, Limits
@@ -35,7 +35,7 @@ DEADLINE = 120.0  # seconds that one size may take, where every rank has a core
 
 
 @dataclass(frozen=True)
-class Workload:
+class AttachWorkload(Workload):
     ranks: int = FEWEST
     rounds: int = 9
     seconds: float = 0.01  # of one turn, at least
@@ -46,11 +46,11 @@ class Workload:
 
     @property
     def where(self) -> str:
-        return calibration.CROWDED if self.ranks > self.cores else calibration.ROOMY
+        return calibration.ROOMY if self.pinned else calibration.CROWDED
 
     @property
     def pinned(self) -> bool:
-        return self.ranks <= self.cores
+        return has_core_each(self.ranks)
 
     @property
     def deadline(self) -> float:
@@ -69,7 +69,7 @@ QUICK: dict[str, Any] = {"rounds": 5, "seconds": 0.003}
 
 
 @dataclass(frozen=True)
-class Row:
+class AttachMeasurement:
     """Microseconds of one call, medians."""
 
     call: str
@@ -85,7 +85,7 @@ class Row:
 # --- on ranks ------------------------------------------------------------------------------------------------------
 
 
-def measure(group: Any, call: str, piece: int, workload: Workload) -> tuple[float, float] | None:
+def measure(group: Any, call: str, piece: int, workload: AttachWorkload) -> tuple[float, float] | None:
     """Seconds of a call that copies and of one that attaches; None where ranks copy whatever was measured, since the
     cache does not hold it."""
     from symcomm.group.factory import make_group
@@ -108,7 +108,7 @@ def measure(group: Any, call: str, piece: int, workload: Workload) -> tuple[floa
     for _ in range(workload.rounds):
         for side in (0, 1):
             times[side].append(_time(group, calls[side], counts[side]))
-    return statistics.median(times[0]), statistics.median(times[1])
+    return pick(times[0], best=False), pick(times[1], best=False)
 
 
 def _call_on(group: Any, call: str, piece: int) -> Callable[[], Any]:
@@ -166,7 +166,9 @@ def _time(group: Any, call_once: Callable[[], Any], count: int) -> float:
 # --- for people ----------------------------------------------------------------------------------------------------
 
 
-def run_attach_bench(workload: Workload, seen: Callable[[Row], None] = quiet, tick: Tick = quiet) -> list[Row]:
+def run_attach_bench(
+    workload: AttachWorkload, seen: Callable[[AttachMeasurement], None] = quiet, tick: Tick = quiet
+) -> list[AttachMeasurement]:
     """Measure every size; ``seen`` is handed each row when it is complete, ``tick`` is told after it."""
     from symcomm.group.spawn import spawn
 
@@ -175,13 +177,13 @@ def run_attach_bench(workload: Workload, seen: Callable[[Row], None] = quiet, ti
         for piece in SIZES:
             found = spawn(measure, workload.ranks, (call, piece, workload), deadline=workload.deadline)[0]
             if found is not None:
-                rows.append(Row(call, piece, *(seconds * 1e6 for seconds in found)))
+                rows.append(AttachMeasurement(call, piece, *(seconds * 1e6 for seconds in found)))
                 seen(rows[-1])
             tick(f"{call} {bench_table.short_size(piece)}")
     return rows
 
 
-def thresholds(rows: Sequence[Row]) -> calibration.Sizes:
+def thresholds(rows: Sequence[AttachMeasurement]) -> calibration.Sizes:
     """From which size on attaching gains on the whole, in each call; NO_BYTES where it does not."""
     least = []
     for call in CALLS:
@@ -193,24 +195,24 @@ def thresholds(rows: Sequence[Row]) -> calibration.Sizes:
     return least[0], least[1], least[2]
 
 
-def keep(rows: Sequence[Row], workload: Workload) -> Path:
+def keep(rows: Sequence[AttachMeasurement], workload: AttachWorkload) -> Path:
     """For groups to come."""
     return calibration.save(workload.where, thresholds(rows))
 
 
-def head(workload: Workload) -> list[str]:
+def head(workload: AttachWorkload) -> list[str]:
     return ["collective", "piece", "copied, us", "attached, us", "gain"]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: AttachMeasurement) -> list[str]:
     return [row.call, bench_table.short_size(row.piece), f"{row.copied:.0f}", f"{row.attached:.0f}", f"{row.gain:.2f}x"]
 
 
-def title(workload: Workload) -> str:
+def title(workload: AttachWorkload) -> str:
     return f"copied through shared memory or read out of peers' memory, {workload.ranks} ranks"
 
 
-def note(rows: Sequence[Row], workload: Workload) -> str:
+def note(rows: Sequence[AttachMeasurement], workload: AttachWorkload) -> str:
     def words(call: str, least: int) -> str:
         when = "never attaches" if least == NO_BYTES else f"attaches from {bench_table.short_size(least)} on"
         return f"{call} {when}"
@@ -219,15 +221,17 @@ def note(rows: Sequence[Row], workload: Workload) -> str:
     return f"groups with {workload.where}: {chosen}"
 
 
-def picture(rows: Sequence[Row], workload: Workload, best: bool = False) -> list[Panel]:
-    panels: list[Panel] = []
-    for call in CALLS:
-        mine = [row for row in rows if row.call == call]
-        bars = {bench_table.short_size(r.piece): {"copied": r.copied, "attached": r.attached} for r in mine}
-        panels.append(Bars(call, "us a call", bars, logarithmic=True))
-    return panels
+def picture(rows: Sequence[AttachMeasurement], workload: AttachWorkload, best: bool = False) -> list[Panel]:
+    bars = {
+        call: [
+            (bench_table.short_size(row.piece), name, getattr(row, name))
+            for row in rows if row.call == call
+            for name in ("copied", "attached")
+        ] for call in CALLS
+    }  # fmt: skip
+    return [Bars.of(call, "us a call", bars[call], logarithmic=True) for call in CALLS]
 
 
-def to_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any]:
+def to_json(rows: Sequence[AttachMeasurement], workload: AttachWorkload) -> dict[str, Any]:
     """Everything measured: microseconds of one call."""
-    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": [asdict(row) for row in rows]}
+    return workload.to_json([asdict(row) for row in rows])

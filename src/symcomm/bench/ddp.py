@@ -8,11 +8,10 @@ is its communication. Every model has fresh processes, so that its memory is its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from symcomm import errors
-from symcomm.bench import steps
+from symcomm.bench import frame
 from symcomm.bench import table as bench_table
 from symcomm.bench.ddp_worker import MODELS
 from symcomm.bench.pictures import Panel
@@ -31,11 +30,7 @@ TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What to measure: ``rounds`` turns of every side, each of ``steps``."""
-
-    ranks: int = 2
-    rounds: int = 10  # many and short: others' load comes and goes
+class DdpWorkload(frame.TurnsWorkload):
     steps: int = 4
     models: Sequence[str] = tuple(MODELS)
     scale: int = 1  # divides the models' width: for tests
@@ -46,7 +41,7 @@ class Workload:
 
 
 @dataclass
-class Measurement(steps.Measurement):
+class DdpMeasurement(frame.StepMeasurement):
     """One model on one side. Its error is that of its gradients and losses."""
 
     parameters: int = 0
@@ -54,20 +49,20 @@ class Measurement(steps.Measurement):
     share: int = 0  # bytes above, at the end: what ranks have in common is divided among them
 
 
-def run_ddp_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
+def run_ddp_bench(workload: DdpWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[DdpMeasurement]:
     """Measure every model on every side; ``tick`` is told after every turn, ``seen`` what is known after a model."""
-    found: list[Measurement] = []
+    found: list[DdpMeasurement] = []
     for model in workload.models:
         found += _measure(workload, model, tick)
         seen(found)
     return found
 
 
-def _measure(workload: Workload, model: str, tick: Tick) -> list[Measurement]:
+def _measure(workload: DdpWorkload, model: str, tick: Tick) -> list[DdpMeasurement]:
     what = f"training {model}"
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
         found = _check(sides, model, workload, what)
-        steps.take_turns(sides, found, workload, what, SIDES, tick)
+        frame.time_steps(sides, found, workload, what, SIDES, tick)
         for figures in found:
             answers = sides[figures.side].ask(what, {"do": "memory"})
             figures.peak = max(answer["peak"] for answer in answers)
@@ -78,7 +73,7 @@ def _measure(workload: Workload, model: str, tick: Tick) -> list[Measurement]:
 # --- values ------------------------------------------------------------------------------------------------------
 
 
-def _check(sides: dict[str, Side], model: str, workload: Workload, what: str) -> list[Measurement]:
+def _check(sides: dict[str, Side], model: str, workload: DdpWorkload, what: str) -> list[DdpMeasurement]:
     """Train a little on every side; refuse to time one that does not learn what the others do."""
     found, reference = [], None
     for name, side in sides.items():
@@ -86,13 +81,9 @@ def _check(sides: dict[str, Side], model: str, workload: Workload, what: str) ->
         answers = side.ask(what, {"do": "check", "steps": CHECK_STEPS})
         reference = reference or answers
         error = disagreement(reference, answers)
-        if not error <= TOLERANCE:  # not: NaN is refused too
-            raise errors.SymcommError(
-                f"symcomm bench: {model} on {SIDES[name]} does not train as one process with all batches does "
-                f"(gradients or losses are {error:.2g} of their size apart, at most {TOLERANCE:g} is rounding); "
-                "nothing was timed."
-            )
-        found.append(Measurement(model, name, error, parameters=prepared[0]["parameters"]))
+        wrong = f"{model} on {SIDES[name]} does not train as one process with all batches does"
+        frame.need_right(error, TOLERANCE, wrong + " (gradients or losses are {}")
+        found.append(DdpMeasurement(model, name, error, parameters=prepared[0]["parameters"]))
     return found
 
 
@@ -117,38 +108,33 @@ def disagreement(reference: list[dict[str, Any]], answers: list[dict[str, Any]])
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[DdpMeasurement], workload: DdpWorkload, best: bool = False) -> bench_table.Table:
     head = ["model", "parameters", "side", "ms/step", "communication (ms)", "share", "gloo / this"]
     head += ["peak RSS (MiB)", "PSS (MiB)"]
-    above = steps.communication(found, best)
-    rows = []
-    for figures in found:
-        seconds, mine = figures.seconds(best), above.get((figures.program, figures.side))
-        row = [figures.program, f"{figures.parameters / 1e6:.2f} M", SIDES[figures.side], f"{seconds * 1e3:.1f}"]
-        if mine is None:
-            row += ["-", "-", "-"]
-        else:
-            ratio = above[figures.program, "gloo"] / mine if mine > 0 else None
-            row += [f"{mine * 1e3:.1f}", f"{mine / seconds:.0%}", bench_table.times(ratio)]
-        rows.append([*row, f"{figures.peak / 2**20:.0f}", f"{figures.share / 2**20:.0f}"])
+    cells = frame.step_cells(found, best, ["gloo"], lambda seconds: f"{seconds * 1e3:.1f}", share=True)
+    rows = [
+        [f.program, f"{f.parameters / 1e6:.2f} M", SIDES[f.side], *timed, f"{f.peak / 2**20:.0f}",
+         f"{f.share / 2**20:.0f}"]
+        for f, timed in zip(found, cells, strict=True)
+    ]  # fmt: skip
     return f"data parallel training, {workload.ranks} ranks", head, rows
 
 
-def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
-    return steps.picture(found, SIDES, "ms", best)
+def picture(found: Sequence[DdpMeasurement], workload: DdpWorkload, best: bool = False) -> list[Panel]:
+    return frame.picture(found, SIDES, "ms", best)
 
 
-def note(found: Sequence[Measurement]) -> str:
+def note(found: Sequence[DdpMeasurement]) -> str:
     return f"gradients are at most {max(f.error for f in found):.1g} of their size from those of one process"
 
 
-def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+def to_json(found: Sequence[DdpMeasurement], workload: DdpWorkload) -> dict[str, Any]:
     """Everything measured: milliseconds, mebibytes."""
     rows = [
         {
             "model": f.program, "parameters": f.parameters, "peak_mib": f.peak / 2**20, "pss_mib": f.share / 2**20,
-            **steps.as_json(f, found, "ms"),
+            **frame.as_json(f, found, "ms"),
         }
         for f in found
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}
+    return workload.to_json(rows)

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
+from symcomm.bench.frame import Measurement, Workload
 from symcomm.bench.pictures import Curves, Panel
 from symcomm.bench.run import Seen, Tick, quiet
+from symcomm.bench.whereabouts import read_lines, start_ranks, where_are
 from symcomm.cuda.devices import need_cuda
 from symcomm.launcher.mps import multi_process_service
 
@@ -39,7 +36,7 @@ START_S, STEP_S = 120.0, 30.0  # deadlines: of starting, where kernels may have 
 
 
 @dataclass(frozen=True)
-class Workload:
+class GpuWorkload(Workload):
     """What to measure: ``rounds`` turns of every side at every size."""
 
     ranks: int = 2
@@ -53,7 +50,7 @@ class Workload:
 
 
 @dataclass
-class Measurement:
+class GpuMeasurement(Measurement):
     """One size on one side. ``row`` and ``single``: seconds of an operation, once for every turn."""
 
     sharing: str
@@ -64,11 +61,10 @@ class Measurement:
 
     def seconds(self, best: bool = False) -> tuple[float, float]:
         """(in a row, one by one)"""
-        pick: Callable[[list[float]], float] = min if best else statistics.median
-        return pick(self.row), pick(self.single)
+        return self.seconds_of("row", best), self.seconds_of("single", best)
 
 
-def run_gpu_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
+def run_gpu_bench(workload: GpuWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[GpuMeasurement]:
     """Measure both ways to share the GPU; without MPS on this machine, only the one that needs none. ``seen`` is told
     what is known after each."""
     need_cuda("symcomm bench gpu")
@@ -92,9 +88,9 @@ class _StoodStill(Exception):
         self.doing = doing
 
 
-def _measure(workload: Workload, sharing: str, environment: Mapping[str, str], tick: Tick) -> list[Measurement]:
+def _measure(workload: GpuWorkload, sharing: str, environment: Mapping[str, str], tick: Tick) -> list[GpuMeasurement]:
     """Run the ranks. A side that stands still is named and left out from that size on, unless it is ours."""
-    found: dict[tuple[int, str], Measurement] = {}
+    found: dict[tuple[int, str], GpuMeasurement] = {}
     while True:
         try:
             _run(workload, sharing, environment, tick, found)
@@ -111,20 +107,20 @@ def _measure(workload: Workload, sharing: str, environment: Mapping[str, str], t
 
 
 def _run(
-    workload: Workload, sharing: str, environment: Mapping[str, str], tick: Tick,
-    found: dict[tuple[int, str], Measurement],
+    workload: GpuWorkload, sharing: str, environment: Mapping[str, str], tick: Tick,
+    found: dict[tuple[int, str], GpuMeasurement],
 ) -> None:  # fmt: skip
     """Of what it is about to do, and of each turn of each side, the first rank writes a line."""
     doing: dict[str, Any] = {"doing": "start"}
-    with tempfile.TemporaryDirectory() as folder, _ranks(workload, environment, Path(folder)) as ranks:
-        lines = _lines_of(ranks[0])
+    with tempfile.TemporaryDirectory() as folder, _ranks(workload, environment, folder) as ranks:
+        lines, log = read_lines(ranks[0]), Path(folder) / "log"
         while True:
             try:
                 line = lines.get(timeout=START_S if doing["doing"] == "start" else STEP_S)
             except queue.Empty:
                 if doing["doing"] in THEIRS:
                     raise _StoodStill(doing) from None
-                raise _stuck(doing, ranks, Path(folder)) from None
+                raise _stuck(doing, ranks, log) from None
             if line is None:
                 break
             turn = json.loads(line)
@@ -132,56 +128,37 @@ def _run(
                 doing = turn
                 continue
             nbytes, side = turn["nbytes"], turn["side"]
-            figures = found.setdefault((nbytes, side), Measurement(sharing, nbytes, side))
+            figures = found.setdefault((nbytes, side), GpuMeasurement(sharing, nbytes, side))
             figures.row.append(turn["row"])
             figures.single.append(turn["single"])
             tick(f"{bench_table.short_size(nbytes)}, {SIDES[side]}")
         if ranks[0].wait():
-            raise errors.SymcommError(f"symcomm bench gpu: the ranks failed: {_logs(Path(folder))}")
+            raise errors.SymcommError(f"symcomm bench gpu: the ranks failed: {log.read_text()[-2000:]}")
 
 
-def _lines_of(rank: subprocess.Popen[Any]) -> queue.Queue[str | None]:
-    """What it writes, line by line, as it comes; None at its end."""
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        for line in rank.stdout or ():
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, name="symcomm-bench-reader", daemon=True).start()
-    return lines
-
-
-def _stuck(doing: dict[str, Any], ranks: Sequence[subprocess.Popen[Any]], folder: Path) -> errors.SymcommError:
+def _stuck(doing: dict[str, Any], ranks: Sequence[subprocess.Popen[str]], log: Path) -> errors.SymcommError:
     """Ours stands still: say where each rank is."""
-    for rank in ranks:
-        rank.send_signal(signal.SIGUSR1)
-    time.sleep(1.0)
     size = f" with {bench_table.short_size(doing['nbytes'])}" if "nbytes" in doing else ""
-    seconds = STEP_S if size else START_S
+    where = where_are({f"rank {number}": rank.pid for number, rank in enumerate(ranks)}, log)
     return errors.DeadlineError(
-        f"symcomm bench gpu: {SIDES.get(doing['doing'], doing['doing'])}{size} stood still for {seconds:.0f} s. "
-        f"Where the ranks are: {_logs(folder)}"
+        f"symcomm bench gpu: {SIDES.get(doing['doing'], doing['doing'])}{size} stood still for "
+        f"{STEP_S if size else START_S:.0f} s. Where the ranks are:\n{where}"
     )
 
 
-def _logs(folder: Path) -> str:
-    return "\n".join(f"{log.name}: {log.read_text()[-1000:]}" for log in sorted(folder.glob("rank*"))).strip()
-
-
 @contextlib.contextmanager
-def _ranks(workload: Workload, environment: Mapping[str, str], folder: Path) -> Iterator[list[subprocess.Popen[Any]]]:
+def _ranks(workload: GpuWorkload, env: Mapping[str, str], folder: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Starts them, and ends them when they are done with."""
-    words = [sys.executable, "-m", WORKER, str(folder), json.dumps(asdict(workload))]
-    common = {"WORLD_SIZE": str(workload.ranks), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    ranks: list[subprocess.Popen[Any]] = []
+    words, env = (
+        [WORKER, folder, json.dumps(asdict(workload))],
+        {**env, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
+    )
+    ranks: list[subprocess.Popen[str]] = []
     try:
-        for number in range(workload.ranks):
-            env = {**os.environ, **environment, **common, "RANK": str(number)}
-            out = subprocess.PIPE if number == 0 else subprocess.DEVNULL
-            with (folder / f"rank {number}").open("w") as said:
-                ranks.append(subprocess.Popen(words, env=env, stdout=out, stderr=said, text=True))
+        start = start_ranks(
+            words, workload.ranks, Path(folder) / "log", env, lambda _, w, **how: subprocess.Popen(w, **how)
+        )
+        ranks.extend(start)
         yield ranks
     finally:
         for rank in ranks:
@@ -190,11 +167,11 @@ def _ranks(workload: Workload, environment: Mapping[str, str], folder: Path) -> 
             rank.wait()
 
 
-def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[GpuMeasurement], workload: GpuWorkload, best: bool = False) -> bench_table.Table:
     """Microseconds in a row / one by one; Gloo's are compared with ordinary tensors, torch's with symmetric ones."""
     head = ["GPU shared", "size", *(f"{words} (us)" for words in SIDES.values())]
     head += ["gloo / ordinary", "torch's / symmetric"]
-    cases: dict[tuple[str, int], dict[str, Measurement]] = {}
+    cases: dict[tuple[str, int], dict[str, GpuMeasurement]] = {}
     for figures in found:
         cases.setdefault((figures.sharing, figures.nbytes), {})[figures.side] = figures
     rows = []
@@ -208,23 +185,22 @@ def as_table(found: Sequence[Measurement], workload: Workload, best: bool = Fals
     return f"all_reduce, float32 sum, {workload.ranks} ranks on one GPU: in a row / one by one", head, rows
 
 
-def note(found: Sequence[Measurement]) -> str:
+def note(found: Sequence[GpuMeasurement]) -> str:
     sides = {figures.side for figures in found}
     return "" if "torch" in sides else "torch's symmetric memory refused ranks that share a GPU"
 
 
-def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[GpuMeasurement], workload: GpuWorkload, best: bool = False) -> list[Panel]:
     panels: list[Panel] = []
     for sharing in dict.fromkeys(f.sharing for f in found):
         lines: dict[str, list[tuple[float, float]]] = {}
-        for f in found:
-            if f.sharing == sharing:
-                lines.setdefault(SIDES[f.side], []).append((f.nbytes, f.seconds(best)[0] * 1e6))
+        for f in (f for f in found if f.sharing == sharing):
+            lines.setdefault(SIDES[f.side], []).append((f.nbytes, f.seconds(best)[0] * 1e6))
         panels.append(Curves(f"GPU shared: {sharing}", "size", "microseconds in a row", lines, bench_table.short_size))
     return panels
 
 
-def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+def to_json(found: Sequence[GpuMeasurement], workload: GpuWorkload) -> dict[str, Any]:
     """Everything measured, in microseconds."""
     rows = [
         {
@@ -233,4 +209,4 @@ def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
         }
         for f in found
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}
+    return workload.to_json(rows)

@@ -6,12 +6,12 @@ and ``group.new_group`` and ``destroy`` of our own API.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from symcomm.bench import table as bench_table
+from symcomm.bench.frame import Measurement, TurnsWorkload, in_turns, slowest
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Tick, open_sides, quiet
 
@@ -20,12 +20,9 @@ WORKER = "symcomm.bench.groups_worker"
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What to measure: ``rounds`` turns of every side, each of ``steps`` groups."""
+class GroupsWorkload(TurnsWorkload):
+    """A step is a group."""
 
-    ranks: int = 2
-    rounds: int = 10
-    steps: int = 20
     held: int = 50  # groups at a time, for what one takes
 
     @property
@@ -34,7 +31,7 @@ class Workload:
 
 
 @dataclass
-class Measurement:
+class GroupsMeasurement(Measurement):
     """One side. ``made`` and ``dropped`` are seconds: the slowest rank's median, once for every turn."""
 
     side: str
@@ -45,21 +42,19 @@ class Measurement:
 
     def seconds(self, best: bool = False) -> tuple[float, float]:
         """To make a group, and to drop it."""
-        pick = min if best else statistics.median
-        return pick(self.made), pick(self.dropped)
+        return self.seconds_of("made", best), self.seconds_of("dropped", best)
 
 
-def run_groups_bench(workload: Workload, tick: Tick = quiet) -> list[Measurement]:
+def run_groups_bench(workload: GroupsWorkload, tick: Tick = quiet) -> list[GroupsMeasurement]:
     """Measure every side; ``tick`` is told after every turn."""
-    found = [Measurement(side) for side in SIDES]
+    found = [GroupsMeasurement(side) for side in SIDES]
     what = "making groups"
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
-        for number in range(workload.rounds):
-            for figures in found[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-                answers = sides[figures.side].ask(what, {"do": "time", "steps": workload.steps})
-                figures.made.append(max(statistics.median(answer["make"]) for answer in answers))
-                figures.dropped.append(max(statistics.median(answer["drop"]) for answer in answers))
-                tick(SIDES[figures.side])
+        for figures in in_turns(found, workload.rounds):
+            answers = sides[figures.side].ask(what, {"do": "time", "steps": workload.steps})
+            figures.made.append(slowest(answers, "make"))
+            figures.dropped.append(slowest(answers, "drop"))
+            tick(SIDES[figures.side])
         for figures in found:
             side = sides[figures.side]
             figures.left = max(a["bytes"] for a in side.ask(what, {"do": "leave", "groups": 4 * workload.held}))
@@ -67,7 +62,7 @@ def run_groups_bench(workload: Workload, tick: Tick = quiet) -> list[Measurement
     return found
 
 
-def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[GroupsMeasurement], workload: GroupsWorkload, best: bool = False) -> bench_table.Table:
     head = ["side", "new_group (ms)", "gloo / this", "destroy (ms)", "idle group (KiB)", "left behind (KiB)"]
     gloo = next(figures for figures in found if figures.side == "gloo").seconds(best)[0]
     rows = []
@@ -80,20 +75,21 @@ def as_table(found: Sequence[Measurement], workload: Workload, best: bool = Fals
     return f"groups, {workload.ranks} ranks", head, rows
 
 
-def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[GroupsMeasurement], workload: GroupsWorkload, best: bool = False) -> list[Panel]:
     """What making and dropping take."""
-    groups: dict[str, dict[str, float]] = {"new_group": {}, "destroy": {}}
-    for figures in found:
-        for name, seconds in zip(groups, figures.seconds(best), strict=True):
-            groups[name][SIDES[figures.side]] = seconds * 1e3
-    return [Bars("a group", "milliseconds", groups)]
+    bars = (
+        (name, SIDES[figures.side], seconds * 1e3)
+        for figures in found
+        for name, seconds in zip(("new_group", "destroy"), figures.seconds(best), strict=True)
+    )
+    return [Bars.of("a group", "milliseconds", bars)]
 
 
-def note(found: Sequence[Measurement]) -> str:
+def note(found: Sequence[GroupsMeasurement]) -> str:
     return "an idle group's memory, and what is left of it, is that of the rank that needs most"
 
 
-def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+def to_json(found: Sequence[GroupsMeasurement], workload: GroupsWorkload) -> dict[str, Any]:
     """Everything measured: milliseconds, kibibytes."""
     rows = [
         {
@@ -103,4 +99,4 @@ def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
         }
         for f in found
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}
+    return workload.to_json(rows)

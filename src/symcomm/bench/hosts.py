@@ -7,13 +7,13 @@ ratio to be expected where the network is what limits; what it did move is read 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
+from symcomm.bench.frame import Measurement, TurnsWorkload
 from symcomm.bench.namespaces import Network, why_no_namespaces
 from symcomm.bench.pictures import Panel
 from symcomm.bench.run import Seen, Tick, quiet
@@ -26,10 +26,9 @@ DEADLINE = 900.0  # seconds of silence, in which one size of a collective is mea
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What to measure: ``rounds`` turns of both sides at every size, each of ``steps`` calls."""
+class HostsWorkload(TurnsWorkload):
+    """At every size. ``ranks``: of each host; a step is a call."""
 
-    ranks: int = 2  # of each host
     rounds: int = 5
     steps: int = 3
     hosts: int = 2
@@ -44,7 +43,7 @@ class Workload:
 
 
 @dataclass
-class Measurement:
+class HostsMeasurement(Measurement):
     """One collective of one size on one side. Its values were right: otherwise nothing is measured."""
 
     collective: str
@@ -52,9 +51,6 @@ class Measurement:
     side: str
     sent: float  # bytes of one call, of the host that sent or received most
     turns: list[float] = field(default_factory=list)  # seconds of a call: the slowest rank's, once for every turn
-
-    def seconds(self, best: bool = False) -> float:
-        return min(self.turns) if best else statistics.median(self.turns)
 
 
 def expected_bytes(side: str, collective: str, nbytes: int, hosts: int, ranks: int) -> float | None:
@@ -96,20 +92,20 @@ def _our_way(hosts: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def run_hosts_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
+def run_hosts_bench(workload: HostsWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[HostsMeasurement]:
     """Measure both sides at every size; ``tick`` is told after every turn, ``seen`` what is known after every size."""
     if reason := why_no_namespaces():
         raise errors.ResourceError(f"symcomm bench: hosts needs network namespaces: {reason}.")
     with Network(workload.hosts, workload.mbits) as network:
-        return network.run_ranks(workload.ranks, WORKER, workload, DEADLINE, tick, Measurement, seen)
+        return network.run_ranks(workload.ranks, WORKER, workload, DEADLINE, tick, HostsMeasurement, seen)
 
 
-def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[HostsMeasurement], workload: HostsWorkload, best: bool = False) -> bench_table.Table:
     head = [
         "collective", "size", "ours (ms)", "gloo (ms)", "gloo / ours", "by bytes", "ours sent", "gloo sent",
         "ours of the link",
     ]  # fmt: skip
-    cases: dict[tuple[str, int], dict[str, Measurement]] = {}
+    cases: dict[tuple[str, int], dict[str, HostsMeasurement]] = {}
     for figures in found:
         cases.setdefault((figures.collective, figures.nbytes), {})[figures.side] = figures
     rows = [[*_name(*case), *_cells(sides["ours"], sides["gloo"], workload, best)] for case, sides in cases.items()]
@@ -120,7 +116,7 @@ def _name(collective: str, nbytes: int) -> list[str]:
     return [collective, bench_table.short_size(nbytes) if nbytes else ""]
 
 
-def _cells(ours: Measurement, gloo: Measurement, workload: Workload, best: bool) -> list[str]:
+def _cells(ours: HostsMeasurement, gloo: HostsMeasurement, workload: HostsWorkload, best: bool) -> list[str]:
     times = [figures.seconds(best) for figures in (ours, gloo)]
     wanted, theirs = (
         expected_bytes(f.side, f.collective, f.nbytes, workload.hosts, workload.ranks) for f in (ours, gloo)
@@ -134,7 +130,7 @@ def _cells(ours: Measurement, gloo: Measurement, workload: Workload, best: bool)
     ]
 
 
-def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[HostsMeasurement], workload: HostsWorkload, best: bool = False) -> list[Panel]:
     """Time over size, and the least time in which the link could carry what we send."""
     panels = []
     for collective in workload.collectives:
@@ -148,11 +144,11 @@ def picture(found: Sequence[Measurement], workload: Workload, best: bool = False
     return panels
 
 
-def note(found: Sequence[Measurement]) -> str:
+def note(found: Sequence[HostsMeasurement]) -> str:
     return "all values were right, on all ranks, before anything was timed"
 
 
-def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+def to_json(found: Sequence[HostsMeasurement], workload: HostsWorkload) -> dict[str, Any]:
     """Everything measured; times in milliseconds. ``expected``: bytes, null where an algorithm does not say."""
     rows = [
         {
@@ -162,4 +158,4 @@ def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
         }
         for f in found
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}
+    return workload.to_json(rows)

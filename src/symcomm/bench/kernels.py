@@ -16,6 +16,7 @@ from typing import Any
 
 from symcomm._core import native
 from symcomm.bench import table as bench_table
+from symcomm.bench.frame import Workload
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Tick, quiet
 from symcomm.types import DType, RedOpType
@@ -47,7 +48,7 @@ def buffer_sizes(sources: int, caches: Path = CACHES) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Workload:
+class KernelsWorkload(Workload):
     sources: int = 2
     rounds: int = 7
     seconds: float = 0.002  # of one repetition, at least
@@ -70,7 +71,7 @@ QUICK: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelsMeasurement:
     """One type and operation, or (None) memcpy: for each size GB/s, and the share of what memcpy moved meanwhile."""
 
     dtype: DType | None
@@ -100,7 +101,7 @@ class Buffers:
         return max(1, round(seconds / max(self.time(dtype, op, 1), 1e-9)))
 
 
-def _measure(workload: Workload, buffers: Buffers, dtype: DType | None, op: int) -> tuple[float, float]:
+def _measure(workload: KernelsWorkload, buffers: Buffers, dtype: DType | None, op: int) -> tuple[float, float]:
     """(GB/s, share of memcpy's), medians of rounds; memcpy's turn comes right before ours."""
     copies, calls = buffers.repeats(None, COPY, workload.seconds), buffers.repeats(dtype, op, workload.seconds)
     moved = buffers.nbytes * (2 if op == COPY else workload.sources + 1) / 1e9
@@ -113,10 +114,10 @@ def _measure(workload: Workload, buffers: Buffers, dtype: DType | None, op: int)
 
 
 def run_kernels_bench(
-    workload: Workload,
-    seen: Callable[[Row], None] = quiet,
+    workload: KernelsWorkload,
+    seen: Callable[[KernelsMeasurement], None] = quiet,
     tick: Tick = quiet,
-) -> list[Row]:
+) -> list[KernelsMeasurement]:
     """Measure every case at every size; ``seen`` is handed each row when it is complete, ``tick`` is told after it."""
     buffers = {name: Buffers(workload.sources, nbytes) for name, nbytes in workload.sizes.items()}
     rows = []
@@ -124,7 +125,7 @@ def run_kernels_bench(
     for dtype, op in cases:
         found = {name: _measure(workload, own, dtype, COPY if op is None else op) for name, own in buffers.items()}
         rates, shares = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
-        rows.append(Row(dtype, op, rates, shares))
+        rows.append(KernelsMeasurement(dtype, op, rates, shares))
         seen(rows[-1])
         tick(" ".join(cells(rows[-1])[:2]))
     return rows
@@ -133,16 +134,16 @@ def run_kernels_bench(
 # --- words ---------------------------------------------------------------------------------------------------------
 
 
-def head(workload: Workload) -> list[str]:
+def head(workload: KernelsWorkload) -> list[str]:
     columns = [(f"{name}: {bench_table.short_size(nbytes)}", "of memcpy") for name, nbytes in workload.sizes.items()]
     return ["type", "operation", *(word for pair in columns for word in pair)]
 
 
-def missed(row: Row) -> bool:
+def missed(row: KernelsMeasurement) -> bool:
     return row.dtype in GOAL_DTYPES and row.shares.get("memory", 1) < GOAL
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: KernelsMeasurement) -> list[str]:
     words = ["memcpy", "-"] if row.dtype is None or row.op is None else [row.dtype.label, row.op.name]
     for name, rate in row.rates.items():
         mark = bench_table.MISSED if name == "memory" and missed(row) else ""
@@ -150,40 +151,40 @@ def cells(row: Row) -> list[str]:
     return words
 
 
-def title(workload: Workload) -> str:
+def title(workload: KernelsWorkload) -> str:
     return f"GB/s moved by reductions of {workload.sources} sources, kernels: {native.reduce_sets()[1]}"
 
 
-def as_table(rows: Sequence[Row], workload: Workload, best: bool = False) -> bench_table.Table:
+def as_table(rows: Sequence[KernelsMeasurement], workload: KernelsWorkload, best: bool = False) -> bench_table.Table:
     return title(workload), head(workload), [cells(row) for row in rows]
 
 
-def note(rows: Sequence[Row]) -> str:
+def note(rows: Sequence[KernelsMeasurement]) -> str:
     said = "every source read once and the result written once; memcpy reads and writes; medians, in turns"
     below = sum(missed(row) for row in rows)
     return f"{said}; {bench_table.MISSED}: below {GOAL:.0%} of memcpy ({below})" if below else said
 
 
-def picture(rows: Sequence[Row], workload: Workload, best: bool = False) -> list[Panel]:
+def picture(rows: Sequence[KernelsMeasurement], workload: KernelsWorkload, best: bool = False) -> list[Panel]:
     """A panel for each size: types, and bars for the operations that most people use."""
     shown = (RedOpType.SUM, RedOpType.AVG, RedOpType.MAX)
     panels: list[Panel] = []
     for name, nbytes in workload.sizes.items():
-        groups: dict[str, dict[str, float]] = {}
-        for row in rows:
-            if row.dtype is None or row.op is None:
-                groups["memcpy"] = {"memcpy": row.rates[name]}
-            elif row.op in shown:
-                groups.setdefault(row.dtype.label, {})[row.op.name] = row.rates[name]
-        panels.append(Bars(f"{name}, {bench_table.short_size(nbytes)} each", "GB/s moved", groups))
+        bars = (
+            ("memcpy", "memcpy", row.rates[name]) if row.dtype is None or row.op is None
+            else (row.dtype.label, row.op.name, row.rates[name])
+            for row in rows if row.op is None or row.op in shown
+        )  # fmt: skip
+        panels.append(Bars.of(f"{name}, {bench_table.short_size(nbytes)} each", "GB/s moved", bars))
     return panels
 
 
-def to_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any]:
+def to_json(rows: Sequence[KernelsMeasurement], workload: KernelsWorkload) -> dict[str, Any]:
     """Everything measured: GB/s, and shares of memcpy's."""
     made = [
         {**asdict(row), "dtype": row.dtype and row.dtype.label, "op": None if row.op is None else row.op.name}
         for row in rows
     ]
-    told = {**asdict(workload), "dtypes": [d.label for d in workload.dtypes]}
-    return {"machine": bench_table.machine(), "kernels": native.reduce_sets()[1], "plan": told, "rows": made}
+    told = workload.to_json(made, kernels=native.reduce_sets()[1])
+    told["plan"]["dtypes"] = [dtype.label for dtype in workload.dtypes]
+    return told

@@ -17,6 +17,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
+from symcomm.bench.frame import Workload, in_turns
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Side, Tick, open_sides, quiet
 
@@ -42,7 +43,7 @@ def has_deepspeed() -> bool:
 
 
 @dataclass(frozen=True)
-class Workload:
+class LlmWorkload(Workload):
     """What to measure: ``rounds`` turns of every side, each a prompt to read and tokens to write for every text."""
 
     worlds: Sequence[int] = (2, 4)
@@ -60,12 +61,12 @@ class Workload:
         return facts | {"vocabulary": 8 * self.width, "length": self.prompt + self.tokens}
 
     @property
-    def sections(self) -> list[Section]:
-        return [Section(mode, world) for mode in self.modes for world in self.worlds]
+    def sections(self) -> list[LlmSection]:
+        return [LlmSection(mode, world) for mode in self.modes for world in self.worlds]
 
 
 @dataclass(frozen=True)
-class Section:
+class LlmSection:
     mode: str
     ranks: int
     among: Sequence[str] = tuple(SIDES)
@@ -77,7 +78,7 @@ class Section:
 
 
 @dataclass
-class Measurement:
+class LlmMeasurement:
     """One side in one section. Seconds are the slowest rank's: of every prompt, and, turn by turn, of every token."""
 
     mode: str
@@ -94,7 +95,7 @@ class Measurement:
         return min(map(min, turns)) if best else statistics.median(map(statistics.median, turns))
 
 
-def check(workload: Workload) -> None:
+def check(workload: LlmWorkload) -> None:
     """Refuse shapes that cannot be divided among the ranks."""
     from symcomm.llama import Config
 
@@ -114,33 +115,34 @@ def threads_of(ranks: int) -> int:
 
 
 @contextlib.contextmanager
-def _open(section: Section) -> Iterator[dict[str, Side]]:
+def _open(section: LlmSection) -> Iterator[dict[str, Side]]:
     others = [name for name in section.sides if name != "one"]
     with open_sides(["one"], 1, False, WORKER) as one, open_sides(others, section.ranks, False, WORKER) as divided:
         yield one | divided
 
 
-def measure(section: Section, workload: Workload, tick: Tick = quiet, begin: Tick = quiet) -> list[Measurement]:
+def measure(
+    section: LlmSection, workload: LlmWorkload, tick: Tick = quiet, begin: Tick = quiet
+) -> list[LlmMeasurement]:
     """Every side of a section, in turns; ``tick`` is told after every turn, ``begin`` before models are made."""
     what = f"{section.mode}, {section.ranks} ranks"
     with _open(section) as sides:
         found = [_start(section, side, what) for side in sides.values()]
         able = [figures for figures in found if not figures.reason]
         _prepare([sides[figures.side] for figures in able], section, workload, what, begin)
-        for number in range(workload.rounds):
-            for figures in able[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-                answers = sides[figures.side].ask(what, {"do": "time"})
-                for name in ("prefill", "decode", "reducing"):
-                    ranks = [answer[name] for answer in answers]
-                    getattr(figures, name).append([max(seconds) for seconds in zip(*ranks, strict=True)])
-                tick(f"{what}, {SIDES[figures.side]}")
+        for figures in in_turns(able, workload.rounds):
+            answers = sides[figures.side].ask(what, {"do": "time"})
+            for name in ("prefill", "decode", "reducing"):
+                ranks = [answer[name] for answer in answers]
+                getattr(figures, name).append([max(seconds) for seconds in zip(*ranks, strict=True)])
+            tick(f"{what}, {SIDES[figures.side]}")
     return found
 
 
-def _start(section: Section, side: Side, what: str) -> Measurement:
+def _start(section: LlmSection, side: Side, what: str) -> LlmMeasurement:
     answers = side.ask(f"starting, {what}", {"do": "start"}, START_SECONDS)
     reason = next((answer["unsupported"] for answer in answers if "unsupported" in answer), "")
-    return Measurement(section.mode, side.world, side.name, reason)
+    return LlmMeasurement(section.mode, side.world, side.name, reason)
 
 
 def together(sides: Sequence[Side]) -> list[Sequence[Side]]:
@@ -150,7 +152,7 @@ def together(sides: Sequence[Side]) -> list[Sequence[Side]]:
     return [sides] if enough else [[side] for side in sides]
 
 
-def _prepare(sides: Sequence[Side], section: Section, workload: Workload, what: str, begin: Tick) -> None:
+def _prepare(sides: Sequence[Side], section: LlmSection, workload: LlmWorkload, what: str, begin: Tick) -> None:
     """Make the model on every side; refuse to time one that does not write what one process writes."""
     for some in together(sides):
         begin(f"preparing {what}, {', '.join(SIDES[side.name] for side in some)}")
@@ -174,13 +176,15 @@ def _prepare(sides: Sequence[Side], section: Section, workload: Workload, what: 
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def speeds(figures: Measurement, workload: Workload, best: bool) -> tuple[float, float]:
+def speeds(figures: LlmMeasurement, workload: LlmWorkload, best: bool) -> tuple[float, float]:
     """Tokens a second: read, and written."""
     prefill, decode = figures.seconds("prefill", best), figures.seconds("decode", best)
     return workload.batch * workload.prompt / prefill, workload.batch / decode
 
 
-def row_of(figures: Measurement, section: Sequence[Measurement], workload: Workload, best: bool = False) -> list[str]:
+def row_of(
+    figures: LlmMeasurement, section: Sequence[LlmMeasurement], workload: LlmWorkload, best: bool = False
+) -> list[str]:
     """``section``: all figures of the section; ratios are to those of the same."""
     if figures.reason:
         return [figures.mode, str(figures.ranks), SIDES[figures.side], *["-"] * 5]
@@ -194,7 +198,7 @@ def row_of(figures: Measurement, section: Sequence[Measurement], workload: Workl
     return row
 
 
-def note(workload: Workload) -> str:
+def note(workload: LlmWorkload) -> str:
     threads = ", ".join(f"{threads_of(world)} in each of {world} ranks" for world in workload.worlds)
     texts = "a text" if workload.batch == 1 else f"{workload.batch} texts"
     return (
@@ -203,26 +207,22 @@ def note(workload: Workload) -> str:
     )
 
 
-def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
-    panels: list[Panel] = []
-    for index, title in ((1, "decode"), (0, "prefill")):
-        groups: dict[str, dict[str, float]] = {}
-        for figures, ranks in _with_section(found):
-            name = f"{figures.mode}, {ranks} ranks"
-            if not figures.reason:
-                groups.setdefault(name, {})[SIDES[figures.side]] = speeds(figures, workload, best)[index]
-        panels.append(Bars(title, "tokens/s", groups))
-    return panels
+def picture(found: Sequence[LlmMeasurement], workload: LlmWorkload, best: bool = False) -> list[Panel]:
+    shown = [(f, f"{f.mode}, {ranks} ranks") for f, ranks in _with_section(found) if not f.reason]
+    return [
+        Bars.of(title, "tokens/s", [(name, SIDES[f.side], speeds(f, workload, best)[index]) for f, name in shown])
+        for index, title in ((1, "decode"), (0, "prefill"))
+    ]
 
 
-def _with_section(found: Sequence[Measurement]) -> Iterator[tuple[Measurement, int]]:
+def _with_section(found: Sequence[LlmMeasurement]) -> Iterator[tuple[LlmMeasurement, int]]:
     """Every side with its section's ranks; one process is a side of each section."""
     for number, figures in enumerate(found):
         ranks = next(f.ranks for f in found[number:] if f.side != "one")
         yield figures, ranks
 
 
-def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+def to_json(found: Sequence[LlmMeasurement], workload: LlmWorkload) -> dict[str, Any]:
     """Everything measured: tokens a second, and seconds of every turn."""
     rows = []
     for figures, ranks in _with_section(found):
@@ -230,4 +230,4 @@ def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
         if not figures.reason:
             row["prefill_per_s"], row["decode_per_s"] = speeds(figures, workload, best=False)
         rows.append(row)
-    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}
+    return workload.to_json(rows)

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from symcomm import errors
 from symcomm.bench.relay import TUN
 from symcomm.bench.run import KILL_DEADLINE, Tick
-from symcomm.bench.whereabouts import lines_of
+from symcomm.bench.whereabouts import lines_of, start_ranks
 
 NAME = "symcomm-net"
 NETWORK = "10.213.7"  # seen only inside the namespaces
@@ -155,19 +155,16 @@ class _Hosts(abc.ABC):
         found: list[Figures] = []
         world = ranks * len(self._names)
         common = {
-            "WORLD_SIZE": str(world), "MASTER_ADDR": self.address(0), "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "net0",
+            "MASTER_ADDR": self.address(0), "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "net0",
             "OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
-            words = [sys.executable, "-m", module, json.dumps(asdict(workload))]
-            processes = []
-            for rank in range(world):
-                out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-                env = {**os.environ, **common, "RANK": str(rank)}
-                with log.open("a") as said:
-                    processes.append(self.start(rank // ranks, words, env, stdout=out, stderr=said, text=True))
+            words = [module, json.dumps(asdict(workload))]
+            processes = list(
+                start_ranks(words, world, log, common, lambda r, *w, **how: self.start(r // ranks, *w, **how))
+            )
             for line in lines_of("symcomm bench: the ranks", processes, log, seconds):
                 if line.startswith("["):
                     found += [kind(**row) for row in json.loads(line)]

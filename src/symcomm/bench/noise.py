@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
+from symcomm.bench.frame import Workload, has_core_each, in_turns, pick
 from symcomm.bench.peers import MPIS, is_set_up
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Case, Side, Tick, make_cases, open_sides, quiet
@@ -76,7 +76,7 @@ def parse_neighbours(text: str) -> tuple[Neighbours, ...]:
 
 
 @dataclass(frozen=True)
-class Workload:
+class NoiseWorkload(Workload):
     """What to measure: of every case ``rounds`` turns of every side, each of about ``seconds``."""
 
     ranks: int = 2
@@ -92,7 +92,7 @@ class Workload:
 
     @property
     def pinned(self) -> bool:
-        return self.pin and self.ranks <= len(os.sched_getaffinity(0))
+        return self.pin and has_core_each(self.ranks)
 
     @property
     def cases(self) -> list[Case]:
@@ -120,7 +120,7 @@ def peers_at_hand(text: str, parse: Callable[[str], list[str]]) -> tuple[str, ..
 
 
 @dataclass
-class Measurement:
+class NoiseMeasurement:
     """Seconds of a call on every side: the median and the 99th percentile of the slowest rank, once for every turn."""
 
     neighbours: Neighbours
@@ -133,7 +133,7 @@ class Measurement:
         self.tails.setdefault(side, []).append(tail)
 
     def seconds(self, side: str) -> tuple[float, float]:
-        return statistics.median(self.medians[side]), statistics.median(self.tails[side])
+        return pick(self.medians[side], best=False), pick(self.tails[side], best=False)
 
     def against(self, peers: Sequence[str]) -> tuple[float, float]:
         """The best peer's median and tail divided by ours."""
@@ -158,22 +158,24 @@ def live_beside(neighbours: Neighbours, cores: Sequence[int]) -> Iterator[None]:
 
 
 def run_noise_bench(
-    workload: Workload,
+    workload: NoiseWorkload,
     tick: Tick = quiet,
-    show: Callable[[Measurement], None] = quiet,
-) -> list[Measurement]:
+    show: Callable[[NoiseMeasurement], None] = quiet,
+) -> list[NoiseMeasurement]:
     """Measure every case beside every kind of neighbour; ``tick`` is told after every turn, ``show`` of every row."""
     found = []
     with open_sides(workload.sides, workload.ranks, workload.pinned) as sides:
         for neighbours in workload.neighbours:
             with live_beside(neighbours, workload.cores):
                 for case in workload.cases:
-                    found.append(_measure(sides, Measurement(neighbours, case), workload, tick))
+                    found.append(_measure(sides, NoiseMeasurement(neighbours, case), workload, tick))
                     show(found[-1])
     return found
 
 
-def _measure(sides: dict[str, Side], figures: Measurement, workload: Workload, tick: Tick) -> Measurement:
+def _measure(
+    sides: dict[str, Side], figures: NoiseMeasurement, workload: NoiseWorkload, tick: Tick
+) -> NoiseMeasurement:
     what = f"{figures.case.collective} beside {figures.neighbours}"
     calls = {}
     for name, side in sides.items():
@@ -182,11 +184,10 @@ def _measure(sides: dict[str, Side], figures: Measurement, workload: Workload, t
         if wrong:
             raise errors.SymcommError(f"symcomm bench: {name}, {what}: {wrong} elements are wrong.")
         calls[name] = _calibrate(side, what, workload.seconds)
-    for number in range(workload.rounds):
-        for name in list(sides)[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-            answers = sides[name].ask(what, {"do": "sample", "case": 0, "calls": calls[name]}, workload.seconds)
-            figures.add(name, *(max(answer[key] for answer in answers) / 1e9 for key in ("median", "p99")))
-            tick(what)
+    for name in in_turns(list(sides), workload.rounds):
+        answers = sides[name].ask(what, {"do": "sample", "case": 0, "calls": calls[name]}, workload.seconds)
+        figures.add(name, *(max(answer[key] for answer in answers) / 1e9 for key in ("median", "p99")))
+        tick(what)
     for side in sides.values():
         side.ask(what, {"do": "drop", "case": 0})
     return figures
@@ -205,12 +206,12 @@ def _calibrate(side: Side, what: str, seconds: float) -> int:
 # --- what there is to see ----------------------------------------------------------------------------------------
 
 
-def head(workload: Workload) -> list[str]:
+def head(workload: NoiseWorkload) -> list[str]:
     columns = [f"{name} {what} (us)" for name in ("ours", *workload.peers) for what in ("median", "p99")]
     return ["neighbours", "collective", "size", *columns, *(["median vs MPI", "p99 vs MPI"] if workload.peers else [])]
 
 
-def row(figures: Measurement, workload: Workload) -> list[str]:
+def row(figures: NoiseMeasurement, workload: NoiseWorkload) -> list[str]:
     cells = [str(figures.neighbours), figures.case.collective, bench_table.short_size(figures.case.nbytes)]
     cells += [bench_table.microseconds(seconds) for side in workload.sides for seconds in figures.seconds(side)]
     if workload.peers:
@@ -218,24 +219,20 @@ def row(figures: Measurement, workload: Workload) -> list[str]:
     return cells
 
 
-def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[NoiseMeasurement], workload: NoiseWorkload, best: bool = False) -> list[Panel]:
     """A panel for every kind of neighbour: all sides, median and tail of every case."""
-    panels: list[Panel] = []
-    for neighbours in workload.neighbours:
-        groups = {
-            f"{f.case.collective} {bench_table.short_size(f.case.nbytes)}": {
-                f"{'ours' if side == 'symcomm' else side}, {what}": f.seconds(side)[i] * 1e6
-                for side in workload.sides
-                for i, what in enumerate(("median", "p99"))
-            }
-            for f in found
-            if f.neighbours == neighbours
-        }
-        panels.append(Bars(f"neighbours: {neighbours}", "microseconds", groups))
-    return panels
+    return [
+        Bars.of(f"neighbours: {neighbours}", "microseconds", (
+            (f"{f.case.collective} {bench_table.short_size(f.case.nbytes)}",
+             f"{'ours' if side == 'symcomm' else side}, {what}", seconds * 1e6)
+            for f in found if f.neighbours == neighbours
+            for side in workload.sides
+            for what, seconds in zip(("median", "p99"), f.seconds(side), strict=True)
+        )) for neighbours in workload.neighbours
+    ]  # fmt: skip
 
 
-def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+def to_json(found: Sequence[NoiseMeasurement], workload: NoiseWorkload) -> dict[str, Any]:
     """Everything measured; microseconds of one call."""
     rows = [
         {
@@ -247,4 +244,4 @@ def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
         for f in found
         for side in workload.sides
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(workload), "pinned": workload.pinned, "rows": rows}
+    return workload.to_json(rows, pinned=workload.pinned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,14 @@ class Bars:
     y: str
     groups: Mapping[str, Mapping[str, float]]
     logarithmic: bool = False
+
+    @classmethod
+    def of(cls, title: str, y: str, bars: Iterable[tuple[str, str, float]], logarithmic: bool = False) -> Bars:
+        """From (group, name, how high)."""
+        groups: dict[str, dict[str, float]] = {}
+        for group, name, high in bars:
+            groups.setdefault(group, {})[name] = high
+        return cls(title, y, groups, logarithmic)
 
     @property
     def names(self) -> list[str]:

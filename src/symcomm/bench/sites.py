@@ -13,6 +13,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
+from symcomm.bench.frame import Workload
 from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
 from symcomm.bench.pictures import Curves, Panel
 from symcomm.bench.run import Seen, Tick, quiet
@@ -23,7 +24,7 @@ DEADLINE = 300.0  # seconds of silence, in which one method is trained
 
 
 @dataclass(frozen=True)
-class Workload:
+class SitesWorkload(Workload):
     """The link, the model, and when to stop: at ``target``, or after ``limit`` steps."""
 
     ranks: int = 1  # of each site
@@ -51,7 +52,7 @@ QUICK: dict[str, Any] = {"target": 2.7, "limit": 60, "methods": ("plain", "int8"
 
 
 @dataclass
-class Measurement:
+class SitesMeasurement:
     """One method: its way down, and what left the first site meanwhile."""
 
     method: str
@@ -71,16 +72,16 @@ class Measurement:
         return self.curve[-1][2]
 
 
-def run_sites_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
+def run_sites_bench(workload: SitesWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[SitesMeasurement]:
     """Train with every method; ``tick`` is told at every check of the loss, ``seen`` what is known after
     every method."""
     if reason := why_no_slow_network():
         raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
     with SlowNetwork(workload.sites, workload.mbits, workload.round_trip_ms) as network:
-        return network.run_ranks(workload.ranks, WORKER, workload, DEADLINE, tick, Measurement, seen)
+        return network.run_ranks(workload.ranks, WORKER, workload, DEADLINE, tick, SitesMeasurement, seen)
 
 
-def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[SitesMeasurement], workload: SitesWorkload, best: bool = False) -> bench_table.Table:
     head = ["method", "seconds", "faster", "steps", "ms a step", "MB sent", "loss"]
     plain = next((f for f in found if f.method == "plain" and f.loss <= workload.target), None)
     rows = []
@@ -98,17 +99,17 @@ def as_table(found: Sequence[Measurement], workload: Workload, best: bool = Fals
     return title, head, rows
 
 
-def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[SitesMeasurement], workload: SitesWorkload, best: bool = False) -> list[Panel]:
     lines = {METHODS[f.method]: [(seconds, loss) for _, seconds, loss in f.curve] for f in found}
     last = max(f.seconds for f in found)
     lines["target"] = [(0.0, workload.target), (last, workload.target)]
     return [Curves("the loss on its way down", "seconds of training", "loss", lines, logarithmic=False)]
 
 
-def note(found: Sequence[Measurement]) -> str:
+def note(found: Sequence[SitesMeasurement]) -> str:
     return ""
 
 
-def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+def to_json(found: Sequence[SitesMeasurement], workload: SitesWorkload) -> dict[str, Any]:
     """Everything measured."""
-    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": [asdict(f) for f in found]}
+    return workload.to_json([asdict(f) for f in found])

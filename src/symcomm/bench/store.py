@@ -12,11 +12,12 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from symcomm.bench import table as bench_table
+from symcomm.bench.frame import Workload, in_turns
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.errors import ResourceError
@@ -48,7 +49,7 @@ _CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]] = {
 
 
 @dataclass(frozen=True)
-class Workload:
+class StoreWorkload(Workload):
     """What to measure: every call with each number of ``clients``, waking, and connecting so many at once."""
 
     clients: Sequence[int] = (1, 8)
@@ -65,7 +66,7 @@ QUICK: dict[str, Any] = {"calls": 200, "connect": (20,)}
 Row = dict[str, Any]  # what, clients; for each side its time in us and, where many call at once, calls per second
 
 
-def run_store_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Row]:
+def run_store_bench(workload: StoreWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[Row]:
     """Measure every call, waking, and connecting on both sides; ``tick`` is told after every turn, ``seen`` what is
     known after each of those."""
     for side in workload.sides:
@@ -197,23 +198,22 @@ def _time_calls(client: _Client, ports: dict[str, int], calls: int) -> dict[tupl
     clock = time.perf_counter
     format_clients = f"{client.barrier.parties} client{'s' * (client.barrier.parties > 1)}"
     for name, (prepare, call) in _CALLS.items():
-        for turn in range(_ROUNDS):
-            for side in list(stores)[:: 1 if turn % 2 else -1]:
-                store = stores[side]
-                prepare(store)
-                for i in range(20):
-                    call(store, i)
-                client.meet()
-                own = samples.setdefault((name, side), [])
-                begin = clock()
-                for i in range(calls // _ROUNDS):
-                    start = clock()
-                    call(store, i)
-                    own.append(clock() - start)
-                store.num_keys()  # a set has no answer: this one comes after all of them were done
-                spans.setdefault((name, side), []).append((begin, clock()))
-                client.meet()
-                client.tell(f"{name}, {SIDES[side]}, {format_clients}")
+        for side in in_turns(list(stores), _ROUNDS):
+            store = stores[side]
+            prepare(store)
+            for i in range(20):
+                call(store, i)
+            client.meet()
+            own = samples.setdefault((name, side), [])
+            begin = clock()
+            for i in range(calls // _ROUNDS):
+                start = clock()
+                call(store, i)
+                own.append(clock() - start)
+            store.num_keys()  # a set has no answer: this one comes after all of them were done
+            spans.setdefault((name, side), []).append((begin, clock()))
+            client.meet()
+            client.tell(f"{name}, {SIDES[side]}, {format_clients}")
     return {key: (statistics.median(samples[key]), spans[key]) for key in samples}
 
 
@@ -301,7 +301,7 @@ def _measure_connecting(ports: dict[str, int], counts: Sequence[int], tick: Tick
 # --- words ---------------------------------------------------------------------------------------------------
 
 
-def as_table(rows: Sequence[Row], workload: Workload, best: bool = False) -> bench_table.Table:
+def as_table(rows: Sequence[Row], workload: StoreWorkload, best: bool = False) -> bench_table.Table:
     head = ["call", "clients"]
     for unit in ("us", "calls/s"):
         head += [f"{SIDES[side]} ({unit})" for side in workload.sides] + ["ratio"] * (len(workload.sides) > 1)
@@ -322,7 +322,7 @@ def _cells(row: Row, sides: Sequence[str]) -> list[str]:
     return cells
 
 
-def picture(rows: Sequence[Row], workload: Workload, best: bool = False) -> list[Panel]:
+def picture(rows: Sequence[Row], workload: StoreWorkload, best: bool = False) -> list[Panel]:
     """Times of calls, a panel for each number of clients; waking and connecting in one of their own."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
@@ -338,6 +338,6 @@ def note(rows: Sequence[Row]) -> str:
     return "us: the median of all calls; calls/s: of all clients together; a ratio above 1: ours is faster"
 
 
-def to_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any]:
+def to_json(rows: Sequence[Row], workload: StoreWorkload) -> dict[str, Any]:
     """Everything measured: microseconds, calls per second."""
-    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": list(rows)}
+    return workload.to_json(rows)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
+from symcomm.bench.frame import Measurement, TurnsWorkload, has_core_each, in_turns, pick
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Side, Tick, open_sides, quiet
 from symcomm.bench.torch_calls_worker import CALLS, WAYS
@@ -25,10 +25,9 @@ WORKER = "symcomm.bench.torch_calls_worker"
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What to measure: ``rounds`` turns of every way in every environment, each of ``steps`` calls of every kind."""
+class TorchWorkload(TurnsWorkload):
+    """A step is a call of every kind; in every environment."""
 
-    ranks: int = 2
     rounds: int = 15
     steps: int = 300
     pythons: Sequence[str] = (sys.executable,)
@@ -39,11 +38,11 @@ class Workload:
 
     @property
     def pinned(self) -> bool:
-        return self.ranks <= len(os.sched_getaffinity(0))
+        return has_core_each(self.ranks)
 
 
 @dataclass
-class Measurement:
+class TorchMeasurement(Measurement):
     """One way in one environment. ``turns``: call -> seconds of one, the slowest rank's, once for every turn."""
 
     torch: str
@@ -51,8 +50,8 @@ class Measurement:
     turns: dict[str, list[float]] = field(default_factory=lambda: {call: [] for call in CALLS})
     long: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CALLS, 0))  # calls that Python had to plan
 
-    def seconds(self, call: str, best: bool = False) -> float:
-        return min(self.turns[call]) if best else statistics.median(self.turns[call])
+    def of(self, call: str, best: bool = False) -> float:
+        return pick(self.turns[call], best)
 
 
 def find_pythons(text: str) -> tuple[str, ...]:
@@ -67,24 +66,23 @@ def find_pythons(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def run_torch_bench(workload: Workload, tick: Tick = quiet) -> list[Measurement]:
+def run_torch_bench(workload: TorchWorkload, tick: Tick = quiet) -> list[TorchMeasurement]:
     """Measure every way in every environment; ``tick`` is told after every turn."""
     names = {f"torch{i}": python for i, python in enumerate(workload.pythons)}
     with open_sides(list(names), workload.ranks, workload.pinned, WORKER, pythons=names) as sides:
         found = [(side, figures) for side in sides.values() for figures in _ways_of(side)]
-        for number in range(workload.rounds):
-            for side, figures in found[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-                _measure(side, figures, workload.steps)
-                tick(f"torch {figures.torch}, {WAYS[figures.way]}")
+        for side, figures in in_turns(found, workload.rounds):
+            _measure(side, figures, workload.steps)
+            tick(f"torch {figures.torch}, {WAYS[figures.way]}")
     return [figures for _, figures in found]
 
 
-def _ways_of(side: Side) -> list[Measurement]:
+def _ways_of(side: Side) -> list[TorchMeasurement]:
     facts = side.ask("starting", {"do": "prepare"})[0]
-    return [Measurement(facts["torch"], way) for way in WAYS if way in facts["ways"]]
+    return [TorchMeasurement(facts["torch"], way) for way in WAYS if way in facts["ways"]]
 
 
-def _measure(side: Side, figures: Measurement, steps: int) -> None:
+def _measure(side: Side, figures: TorchMeasurement, steps: int) -> None:
     for call in CALLS:
         answers = side.ask(call, {"do": "time", "way": figures.way, "call": call, "steps": steps})
         figures.turns[call].append(max(answer["seconds"] for answer in answers))
@@ -94,18 +92,18 @@ def _measure(side: Side, figures: Measurement, steps: int) -> None:
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[TorchMeasurement], workload: TorchWorkload, best: bool = False) -> bench_table.Table:
     head = ["torch", "way", *(f"{call} (us)" for call in CALLS)]
-    rows = [[f.torch, WAYS[f.way], *(bench_table.microseconds(f.seconds(call, best)) for call in CALLS)] for f in found]
+    rows = [[f.torch, WAYS[f.way], *(bench_table.microseconds(f.of(call, best)) for call in CALLS)] for f in found]
     return f"small calls of torch.distributed, {workload.ranks} ranks", head, rows
 
 
-def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
-    groups = {call: {f"{f.torch}, {WAYS[f.way]}": f.seconds(call, best) * 1e6 for f in found} for call in CALLS}
+def picture(found: Sequence[TorchMeasurement], workload: TorchWorkload, best: bool = False) -> list[Panel]:
+    groups = {call: {f"{f.torch}, {WAYS[f.way]}": f.of(call, best) * 1e6 for f in found} for call in CALLS}
     return [Bars("small calls of torch.distributed", "microseconds", groups, logarithmic=True)]
 
 
-def note(found: Sequence[Measurement]) -> str:
+def note(found: Sequence[TorchMeasurement]) -> str:
     units = "us: one call of dist.*, of the slowest rank; asynchronous calls include their wait"
     blocking = [(f, call) for f in found for call, what in CALLS.items() if not (what and what[1])]
     slow = [f"{call} ({WAYS[f.way]}, torch {f.torch})" for f, call in blocking if f.long[call]]
@@ -114,13 +112,13 @@ def note(found: Sequence[Measurement]) -> str:
     return f"{units}\n# way: all blocking calls of ours took the short way"
 
 
-def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+def to_json(found: Sequence[TorchMeasurement], workload: TorchWorkload) -> dict[str, Any]:
     """Everything measured, in microseconds."""
     rows = [
         {
-            "torch": f.torch, "way": f.way, "call": call, "us": f.seconds(call) * 1e6,
+            "torch": f.torch, "way": f.way, "call": call, "us": f.of(call) * 1e6,
             "turns_us": [seconds * 1e6 for seconds in f.turns[call]], "long_way": f.long[call],
         }
         for f in found for call in CALLS
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}
+    return workload.to_json(rows)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from symcomm import errors
@@ -32,14 +32,7 @@ def where_are(pids: Mapping[str, int], log: Path) -> str:
 def lines_of(what: str, ranks: Sequence[subprocess.Popen[str]], log: Path, seconds: float) -> Iterator[str]:
     """What the first of ``ranks`` writes, line by line, until it ends. DeadlineError when it has said nothing for
     ``seconds``, after a word sooner: ``what`` stands still, after which line, and where all of them are."""
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in ranks[0].stdout or ():
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, name="symcomm-bench-reader", daemon=True).start()
+    lines = read_lines(ranks[0])
     last, silent = "starting", 0.0
     while True:
         pause = min(SLOW, seconds) if silent == 0.0 else seconds - silent
@@ -56,6 +49,30 @@ def lines_of(what: str, ranks: Sequence[subprocess.Popen[str]], log: Path, secon
             return
         last, silent = f"after {found.strip()[:100]}", 0.0
         yield found
+
+
+def read_lines(rank: subprocess.Popen[str]) -> queue.SimpleQueue[str | None]:
+    """What it writes, line by line, as it comes; None at its end."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in rank.stdout or ():
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, name="symcomm-bench-reader", daemon=True).start()
+    return lines
+
+
+def start_ranks(
+    words: Sequence[str], world: int, log: Path, env: Mapping[str, str], start: Callable[..., subprocess.Popen[str]]
+) -> Iterator[subprocess.Popen[str]]:
+    """Ranks that run the same plan; what the first writes is read, errors go to the log. ``start(rank, words)``."""
+    for rank in range(world):
+        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        told = {**os.environ, **env, "WORLD_SIZE": str(world), "RANK": str(rank)}
+        with log.open("a") as said:
+            yield start(rank, [sys.executable, "-m", *words], env=told, stdout=out, stderr=said, text=True)
 
 
 def family_of(pids: Iterable[int]) -> list[int]:

@@ -287,9 +287,8 @@ def bench_turns(
     if name == "compile" and ranks not in (2, 4, 8):
         raise errors.bad_argument("symcomm bench", "--ranks", ranks, "2, 4 or 8 for compile, which divides 8 heads")
     need_torch(f"symcomm bench {name}")
-    module = _module_of(name)
-    usual = module.Workload(ranks, *PROGRAMS[name]) if quick else module.Workload(ranks)
-    workload = module.Workload(ranks, rounds or usual.rounds, iters or usual.steps, **more)
+    usual = _workload_of(name, ranks, *PROGRAMS[name]) if quick else _workload_of(name, ranks)
+    workload = _workload_of(name, ranks, rounds or usual.rounds, iters or usual.steps, **more)
     how = "fastest turn" if wanted.best else f"median of {workload.rounds} turns of {workload.steps} steps"
     bench_program(name, workload, wanted, how)
 
@@ -298,8 +297,7 @@ def bench_by_parts(name: str, ranks: int, rounds: int | None, wanted: Wanted, *,
     """Training across a slow link, method after method; or ranks that share a GPU."""
     _check_numbers(ranks, 0, 0, 0, rounds, name)
     need_torch(f"symcomm bench {name}")
-    module = _module_of(name)
-    bench_program(name, module.Workload(ranks, **_pace(module, rounds, quick)), wanted)
+    bench_program(name, _workload_of(name, ranks, **_pace(_module_of(name), rounds, quick)), wanted)
 
 
 def bench_noise(
@@ -310,7 +308,7 @@ def bench_noise(
     module = _module_of("noise")
     kinds, peers = module.parse_neighbours(neighbours), module.peers_at_hand(against, parse_peers)
     need_torch("symcomm bench noise")
-    workload = module.Workload(ranks, kinds, peers, pin=pin, **_pace(module, rounds, quick))
+    workload = _workload_of("noise", ranks, kinds, peers, pin=pin, **_pace(module, rounds, quick))
     facts = bench_table.machine()
     where = "pinned to" if workload.pinned else "free on"
     how = f"load {facts['load']:.1f} before; medians of {workload.rounds} turns of {workload.seconds:g} s"
@@ -330,7 +328,7 @@ def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: b
     need_torch("symcomm bench llm")
     module = _module_of("llm")
     given = {name: value for name, value in shape.items() if value} | ({"worlds": (ranks,)} if ranks else {})
-    workload = module.Workload(**_pace(module, rounds, quick) | given)
+    workload = _workload_of("llm", **_pace(module, rounds, quick) | given)
     module.check(workload)
     found = []
     with progress(sum(len(section.sides) * workload.rounds for section in workload.sections)) as bar:
@@ -353,14 +351,14 @@ def bench_store(wanted: Wanted, *, quick: bool) -> None:
     """Beside PyTorch's, where that is installed."""
     module = _module_of("store")
     sides = {"sides": tuple(module.SIDES) if has_torch() else ("ours",)}
-    bench_program("store", module.Workload(**sides | _pace(module, None, quick)), wanted)
+    bench_program("store", _workload_of("store", **sides | _pace(module, None, quick)), wanted)
 
 
 def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
     """The reductions of the C core; a row is printed when it is measured."""
     _check_numbers(sources, 0, 0, 0, rounds, "kernels")
     module = _module_of("kernels")
-    workload = module.Workload(sources, sizes=module.buffer_sizes(sources), **_pace(module, rounds, quick))
+    workload = _workload_of("kernels", sources, sizes=module.buffer_sizes(sources), **_pace(module, rounds, quick))
     found = _bench_row_by_row(module, workload, module.run_kernels_bench, wanted)
     print(f"# {module.note(found)}")
 
@@ -374,7 +372,7 @@ def bench_attach(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick
         raise errors.bad_argument("symcomm bench", "--ranks", ranks, f"{module.MOST_RANKS} at most for attach")
     need_torch("symcomm bench attach")
     check_cache_directory("symcomm bench attach")
-    workload = module.Workload(ranks, **_pace(module, rounds, quick))
+    workload = _workload_of("attach", ranks, **_pace(module, rounds, quick))
     found = _bench_row_by_row(module, workload, module.run_attach_bench, wanted)
     print(f"# {module.note(found, workload)}")
     print("# not kept: --quick is too rough" if quick else f"# kept in {module.keep(found, workload)}")
@@ -395,6 +393,10 @@ def _bench_row_by_row(module: Any, workload: Any, measure_all: Callable[..., lis
 
 def _module_of(name: str) -> Any:
     return importlib.import_module(f"symcomm.bench.{'torch_calls' if name == 'torch' else name}")
+
+
+def _workload_of(name: str, *args: Any, **facts: Any) -> Any:
+    return getattr(_module_of(name), f"{name.capitalize()}Workload")(*args, **facts)
 
 
 def _pace(module: Any, rounds: int | None, quick: bool) -> dict[str, Any]:

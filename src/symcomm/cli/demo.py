@@ -34,7 +34,7 @@ WORKER = "symcomm.demo.train"
 FASTER = 1.02  # a smaller difference is noise
 TURN = 10  # steps that a backend makes before it is the other's turn
 # About twenty seconds on two slow cores, most of them to start and to make the model.
-WRITING = llm.Workload(worlds=(TRAINERS,), rounds=3, layers=4, prompt=16, tokens=16, modes=("eager",))
+WRITING = llm.LlmWorkload(worlds=(TRAINERS,), rounds=3, layers=4, prompt=16, tokens=16, modes=("eager",))
 
 
 # --- what the ranks do (each function runs on every rank) ----------------------------------------------------------
@@ -204,7 +204,7 @@ def show_writing() -> None:
         f"A decoder ({WRITING.layers} layers, {WRITING.width} wide) writes a text: one process on all cores, then two "
         "ranks with half of every layer each, which add up their parts twice a layer. Starting all three ..."
     )
-    found = llm.measure(llm.Section("eager", TRAINERS, ("one", "gloo", "symcomm")), WRITING)
+    found = llm.measure(llm.LlmSection("eager", TRAINERS, ("one", "gloo", "symcomm")), WRITING)
     speeds = {figures.side: llm.speeds(figures, WRITING, best=False)[1] for figures in found}
     for side, what in (("symcomm", "two ranks, symcomm"), ("gloo", "two ranks, gloo"), ("one", "one process")):
         console.print(f"  {what:<19}{speeds[side]:6.0f} tokens/s", style=COLORS.get(side))
