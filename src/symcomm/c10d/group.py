@@ -7,9 +7,11 @@ operation on a device that has none starts our engine among the ranks that meet 
 
 from __future__ import annotations
 
+import functools
 import inspect
+import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,18 +21,19 @@ import torch.distributed as dist
 from symcomm import errors
 from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import BackendType, OpType
-from symcomm.c10d.group_hooks import OwnHooks, of_default_backend
 from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short
 from symcomm.c10d.stores import Store
 from symcomm.c10d.works import WorkInfo
 from symcomm.errors import wrong_type
-from symcomm.group.interception import flat
+from symcomm.group.call_hooks import CallHooks
+from symcomm.group.interception import Interception, flat
 from symcomm.ops import BY_TORCH_NAME, OPS
 from symcomm.store import PrefixStore
-from symcomm.torch_backend import checks, values, versions
+from symcomm.torch_backend import checks, derived, values, versions
+from symcomm.torch_backend.call_hooks import TORCH_CALLS
 from symcomm.torch_backend.group import TorchGroup
-from symcomm.torch_backend.lifecycle import GroupFacts
 from symcomm.torch_backend.overloads import fit, positional
+from symcomm.torch_backend.python_group import Names, PythonGroup
 
 _CPU = torch.device("cpu")
 
@@ -50,7 +53,12 @@ def device_of(args: Any) -> torch.device | None:
     return next((item.device for item in flat(args) if isinstance(item, torch.Tensor)), None)
 
 
-class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup):
+def _of_default_backend(name: str) -> property:
+    """What the default backend says; False where it says nothing."""
+    return property(lambda self: bool(getattr(self._default_backend(), name, False)))
+
+
+class ProcessGroup(PythonGroup, metaclass=_AnyGroup):
     """``ProcessGroup(rank, size)`` or ``ProcessGroup(store, rank, size)``: operations go to their device's backend.
 
     With a store, Symcomm's engine serves a device that no backend was registered for.
@@ -61,8 +69,8 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
 
     def __init__(self, *args: Any, **named: Any):
         store, rank, size = _who(*args, **named)
-        super().__init__(rank, size)
-        self._rank, self._size, self._store = rank, size, store
+        super().__init__(rank, size, store, Names())
+        self._rank, self._size = rank, size
         self._timeout = DEFAULT_TIMEOUT
         self._backends: dict[str, Any] = {}  # device type -> backend
         self._kinds: dict[BackendType, Any] = {}  # kind -> backend
@@ -95,7 +103,7 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
 
     def _get_backend(self, device: torch.device) -> Any:
         backend: Any = self._backends.get(values.device("_get_backend: device", device).type)
-        if backend is None and self._store is not None:
+        if backend is None and self.group_store is not None:
             backend = self._own_engine()
             self._register_backend(device, BackendType.CUSTOM, backend)
         if backend is None:
@@ -112,14 +120,14 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
         if isinstance(existing, TorchGroup):
             return existing
         # Several groups may meet in one store: each rank counts its own, in the order in which it makes them.
-        name = self._name or "group"
-        turn = self._store.add(f"symcomm/{name}/groups of {self._rank}", 1)
-        meeting = PrefixStore(f"symcomm/{name}/{turn}", self._store)
+        name = self.names.name or "group"
+        turn = self.group_store.add(f"symcomm/{name}/groups of {self._rank}", 1)
+        meeting = PrefixStore(f"symcomm/{name}/{turn}", self.group_store)
         return TorchGroup(meeting, self._rank, self._size, self._timeout, name)
 
     def _default_backend(self) -> Any:
         backend = self._kinds.get(self._default) or next(iter(self._kinds.values()), None)
-        if backend is None and self._store is not None:
+        if backend is None and self.group_store is not None:
             backend = self._get_backend(_CPU)
         if backend is None:
             raise errors.CallerError(
@@ -144,7 +152,7 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
         if where is None and name != "barrier":
             raise wrong_type(name, "tensors", args[0] if args else None, "a tensor or a list of tensors")
         backend = self._get_backend(where or self._bound or (self._device_types or [_CPU])[0])
-        begun = datetime.now()
+        begun = time.monotonic()
         if isinstance(backend, torch_c10d.Backend):
             call = versions.method_of_group(self._theirs, name, op.backend_name)
             if call is None:
@@ -153,20 +161,10 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
         else:
             work = getattr(backend, op.backend_name)(*args, **named)
         self._started += 1
-        if self._hook is not None:
-            self._tell(work, OpType[op.op_type], self._started, begun)
+        if self.completion.hook is not None:
+            ended = self.completion.teller(OpType[op.op_type], self._started, time.monotonic() - begun)
+            work.get_future().add_done_callback(ended)
         return work
-
-    def _tell(self, work: Any, kind: OpType, seq: int, begun: datetime) -> None:
-        """Call the completion hook once the work has ended."""
-        hook = self._hook
-
-        def ended(_: Any) -> None:
-            now = datetime.now()
-            if hook is not None:
-                hook(WorkInfo(kind, seq, begun, now, now - begun))
-
-        work.get_future().add_done_callback(ended)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that did not come."""
@@ -183,8 +181,8 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
     def _end_coalescing(self, device_type: torch.device) -> Any:
         return self._get_backend(device_type)._end_coalescing()
 
-    supports_window = of_default_backend("supports_window")
-    supports_reconfigure = of_default_backend("supports_reconfigure")
+    supports_window = _of_default_backend("supports_window")
+    supports_reconfigure = _of_default_backend("supports_reconfigure")
 
     def new_window(self, tensor: Any = None) -> Any:
         """One-sided puts and signals, by the default backend. Every rank of the group calls it."""
@@ -197,6 +195,24 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
     def reconfigure(self, opts: Any) -> Any:
         """The processes that ``opts.handles`` name are the members from now on; each of them calls it."""
         return self._default_backend().reconfigure(for_torch(opts))
+
+    # --- hooks: around the group's own calls, whichever backend they go to ----------------------------------------
+
+    @functools.cached_property
+    def call_hooks(self) -> CallHooks:
+        interception = Interception()
+        interception.add_facade(self, TORCH_CALLS)
+        return CallHooks(interception)
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], Any]) -> None:
+        """The default backend tells of aborts."""
+        self._default_backend().register_abort_hook(hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        self._default_backend().unregister_abort_hook(hook_id)
+
+    supports_abort_hooks = _of_default_backend("supports_abort_hooks")
+    supports_completion_hooks = _of_default_backend("supports_completion_hooks")
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
         self._default_backend()
@@ -224,12 +240,12 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
         part = backend.split_group(list(ranks), timeout, opts, group_name, group_desc)
         if part is None:
             return None
-        return self._around(part, group_desc or f"{self._desc}:split", device_types or self._device_types)
+        return self._around(part, group_desc or f"{self.names.desc}:split", device_types or self._device_types)
 
     def _around(self, engine: Any, desc: str, devices: Sequence[torch.device]) -> ProcessGroup:
         """A group whose operations on ``devices`` go to ``engine``."""
         group = ProcessGroup(engine.rank(), engine.size())
-        group._store = engine.get_group_store()
+        group.group_store = engine.get_group_store()
         for device in devices:
             group._register_backend(device, BackendType.CUSTOM, engine)
         group._set_default_backend(BackendType.CUSTOM)
@@ -250,9 +266,11 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
         """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
         checks.merge_group(store, size, self._size, timeout, group_name, group_desc)
         ours = next((b for b in self._kinds.values() if isinstance(b, TorchGroup)), None)
-        check = (lambda: None) if ours is None else ours.merge_check(store)  # PyTorch's do not say who lives
-        engine = TorchGroup.merged(store, size, timeout, group_name or f"{self._name}:merge", check)
-        return self._around(engine, group_desc or f"{self._desc}:merge", self._device_types or [_CPU])
+        check = (
+            (lambda: None) if ours is None else derived.merge_check(ours.core, store)
+        )  # PyTorch's do not say who lives
+        engine = derived.merged(TorchGroup, store, size, timeout, group_name or f"{self.names.name}:merge", check)
+        return self._around(engine, group_desc or f"{self.names.desc}:merge", self._device_types or [_CPU])
 
     mergeRemoteGroup = merge_remote_group
 
@@ -297,7 +315,7 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
     def _kind_name(self) -> str:
         if self._default is not BackendType.UNDEFINED:
             return self._default.name.lower()
-        return "symcomm" if self._store is not None else "undefined"
+        return "symcomm" if self.group_store is not None else "undefined"
 
     _get_backend_name = name
     getBackendName = _kind_name
@@ -306,9 +324,9 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
         return id(self)
 
     def getGroupName(self) -> str:
-        if not self._name:
+        if not self.names.name:
             raise errors.CallerError("ProcessGroup name not set; call _set_group_name.")
-        return self._name
+        return self.names.name
 
     group_name = property(getGroupName)
 
@@ -329,7 +347,7 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
             raise errors.bad_argument("bound_device_id", "device", device, "one with an index, such as cuda:0")
         self._bound = device
 
-    use_pg_for_symm_mem_rendezvous = of_default_backend("_used_for_symmetric_memory").setter(
+    use_pg_for_symm_mem_rendezvous = _of_default_backend("_used_for_symmetric_memory").setter(
         lambda self, value: self._default_backend().setUsePgForSymmMemRendezvous(bool(value))
     )
 

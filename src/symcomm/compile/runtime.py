@@ -124,7 +124,7 @@ def all_reduce_(tensor: Tensor, op: str, group_name: str) -> None:
     these, and between them its weights push everything else out of the caches: each object on the way costs.
     """
     group = _resolve(group_name)
-    if not group.takes_fast_path or is_profiling():
+    if group.calls.handle is None or is_profiling():
         group.allreduce([tensor], _options(AllreduceOptions, op))
         return
     core = group.core

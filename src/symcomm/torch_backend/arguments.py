@@ -6,7 +6,7 @@ Every collective can be called with an options object or, directly on the group,
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
 from symcomm.group.buffers import arrived
-from symcomm.torch_backend.overloads import check, has_options, slots_of
+from symcomm.torch_backend.overloads import bind, check, has_options, slots_of
 from symcomm.types import RedOpType
 from symcomm.types import ReduceOp as OwnReduceOp
 
@@ -40,12 +40,19 @@ class Given(NamedTuple):
         return seconds_of(self.options, self.timeout)
 
 
-def sort_out(call: str, given: Sequence[Any], opts: Any = None, **plain: Any) -> Given:
-    """What a call was given, once it is known to be one that torch would take.
+def read_arguments(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[list[Any], Given]:
+    """(its tensors and splits, what else it was given) of a call as it was written, if torch would take it."""
+    slots, by_slot = slots_of(call), bind(call, args, named)
+    count = slots.index("opts")
+    plain = {slot: by_slot.get(slot) for slot in slots[count + 1 :]}
+    tensors = [by_slot.get(slot) for slot in slots[:count]]
+    return tensors, _sort_out(call, tensors, by_slot.get("opts"), plain)
 
-    ``given``: what comes before the options. ``opts`` may be the first of the plain arguments, in the place of options,
-    and each of those one that belongs behind it."""
-    if has_options(call, given, opts) and not any(value is not None for value in plain.values()):
+
+def _sort_out(call: str, given: Sequence[Any], opts: Any, plain: Mapping[str, Any]) -> Given:
+    """``given``: what comes before the options. A plain argument may stand in the place of the options, and shift those
+    behind it."""
+    if has_options(call, given, opts) and all(value is None for value in plain.values()):
         return Given(opts)
     by_slot = dict(zip(slots_of(call), given, strict=False))
     check(call, {**by_slot, **{name: value for name, value in {"opts": opts, **plain}.items() if value is not None}})

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from symcomm.group.call_hooks import CallHooks, HookMethods, HookOpName, PostHook, PostHookArgs, PreHook, PreHookArgs
+from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
 from symcomm.group.interception import CallSpec
-from symcomm.group.process_group import ProcessGroup
 from symcomm.ops import OPS, Op
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.arguments import is_async, root_of
@@ -21,7 +20,7 @@ def _spec_of(op: Op) -> CallSpec:
 
 
 class TorchCalls:
-    """The methods of a TorchGroup that hooks see."""
+    """The methods of torch's groups that hooks see."""
 
     methods: Mapping[str, CallSpec] = {
         **{name: _spec_of(op) for op in OPS for name in (op.torch, op.older, op.alias) if name},
@@ -49,7 +48,7 @@ class TorchCalls:
 TORCH_CALLS = TorchCalls()
 
 
-def _named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """``hook`` receives torch's name of an operation."""
     if _TORCHS_NAMES is None or not callable(hook):
         return hook
@@ -58,19 +57,3 @@ def _named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return hook(replace(args, name=getattr(_TORCHS_NAMES, args.name.name, args.name)))
 
     return told
-
-
-class HookRegistration(HookMethods):
-    """Mixed into TorchGroup: the hooks are the core's, so a call through either object is seen once."""
-
-    core: ProcessGroup
-
-    @property
-    def call_hooks(self) -> CallHooks:
-        return self.core.call_hooks
-
-    def register_pre_hook(self, hook_id: int, hook: PreHook) -> None:
-        super().register_pre_hook(hook_id, _named_by_torch(hook))
-
-    def register_post_hook(self, hook_id: int, hook: PostHook) -> None:
-        super().register_post_hook(hook_id, _named_by_torch(hook))

@@ -8,15 +8,16 @@ group for one. So each TorchGroup carries one, which only forwards calls::
     dist.all_reduce -> WatchedGroup -> C++: hooks, dispatcher -> CppBackend -> core   while torch's hooks watch
 
 FlightRecorderHook and NanCheckHook are C++ objects that see only what passes through C++. When one is attached, the
-group becomes a WatchedGroup until the last of them is removed.
+group becomes a WatchedGroup (watched_group.py) until the last of them is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm.ops import BY_TORCH_NAME
-from symcomm.torch_backend import versions
-from symcomm.torch_backend.group import TorchGroup
 
 _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 
@@ -33,15 +32,16 @@ _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 class CppBackend(torch_c10d.Backend):
     """Forwards every call to the group that contains it, without keeping that group alive."""
 
-    def __init__(self, group: TorchGroup):
+    def __init__(self, group: Any, kind: type):
         super().__init__(group.getRank(), group.getSize())
+        self._kind = kind  # whose methods are called: not the WatchedGroup's, which would come back here
         self._group = weakref.ref(group)
         self._options = group.options
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of_group(), name)
 
-    def _of_group(self) -> TorchGroup:
+    def _of_group(self) -> Any:
         group = self._group()
         if group is None:
             raise RuntimeError("symcomm: the group of this backend is gone.")
@@ -65,16 +65,24 @@ class CppBackend(torch_c10d.Backend):
 _made = threading.local()
 
 
-def _handed_on(name: str) -> Callable[..., Any]:
-    own = getattr(TorchGroup, name)  # not the WatchedGroup's, which would come back here
+@contextlib.contextmanager
+def works_made() -> Iterator[list[Any]]:
+    """The works that backends return to C++ meanwhile, in this thread. They hold tensors: do not keep them."""
+    works = _made.works = []
+    try:
+        yield works
+    finally:
+        _made.works = None
 
-    @functools.wraps(own)
+
+def _handed_on(name: str) -> Callable[..., Any]:
     def call(self: CppBackend, *args: Any) -> Any:
-        work = own(self._of_group(), *args)
+        work = getattr(self._kind, name)(self._of_group(), *args)
         if (waiting := getattr(_made, "works", None)) is not None:
             waiting.append(work)
         return work
 
+    call.__name__ = name
     return call
 
 
@@ -92,49 +100,15 @@ def _fact(name: str, inner: CppBackend) -> Any:
     return getattr(inner._of_group(), name)
 
 
-def _fill() -> None:
-    for name in (*BY_TORCH_NAME, *CALLS):
-        if hasattr(TorchGroup, name):
-            setattr(CppBackend, name, _handed_on(name))
-    for name in (*FACTS, "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
-        if hasattr(TorchGroup, name):
-            setattr(CppBackend, name, property(functools.partial(_fact, name)))
+for _name in (*BY_TORCH_NAME, *CALLS):
+    setattr(CppBackend, _name, _handed_on(_name))
+for _name in (*FACTS, "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
+    setattr(CppBackend, _name, property(functools.partial(_fact, _name)))
 
 
-_fill()
-
-
-def install_cpp_backend(group: TorchGroup, device_types: list[str]) -> None:
-    """Let C++ find a Backend in ``group`` for tensors on these devices."""
-    inner = CppBackend(group)
+def install_cpp_backend(group: Any, kind: type, device_types: list[str]) -> None:
+    """Let C++ find a Backend in ``group`` for tensors on these devices, which calls the methods of ``kind``."""
+    inner = CppBackend(group, kind)
     group._set_default_backend(_CUSTOM)
     for device_type in device_types:
         group._register_backend(torch.device(device_type), _CUSTOM, inner)
-
-
-# --- groups that torch's hooks watch ----------------------------------------------------------------------------------
-
-
-class WatchedGroup(TorchGroup):
-    """A TorchGroup whose calls go through C++, where hooks see them."""
-
-
-def _through_cpp(name: str) -> Callable[..., Any]:
-    theirs = getattr(dist.ProcessGroup, name)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        works = _made.works = []  # not kept beyond the call: works hold tensors
-        try:
-            work = theirs(self, *args, **kwargs)
-        finally:
-            _made.works = None
-        return works[-1] if works else work
-
-    # C++ calls a Python method of this name, unless it is that method that calls C++.
-    call.__code__ = call.__code__.replace(co_name=name)
-    call.__name__ = name
-    return call
-
-
-for _name in versions.present(dist.ProcessGroup, BY_TORCH_NAME):
-    setattr(WatchedGroup, _name, _through_cpp(_name))

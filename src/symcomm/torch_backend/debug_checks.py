@@ -23,9 +23,9 @@ _UNEVEN = {"all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}
 class DebugChecks:
     """The checks of one group."""
 
-    def __init__(self, group: Any):
-        self._checked = group.core
-        self._core = group.core.new_group(range(group.core.size), f"{group.core.name}/detail")
+    def __init__(self, checked: Any):
+        self._checked = checked
+        self._core = checked.new_group(range(checked.size), f"{checked.name}/detail")
         self._calls = 0
 
     def close(self) -> None:

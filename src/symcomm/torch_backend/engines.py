@@ -57,8 +57,13 @@ class Engines:
     def _group(self) -> Any:
         return self._of()
 
-    def made(self) -> list[Any]:
-        return list(self._made.values())
+    def abort(self) -> None:
+        for engine in list(self._made.values()):
+            engine.abort()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        for engine in list(self._made.values()):
+            engine.set_timeout(timeout)
 
     def shutdown(self) -> None:
         while self._made:
@@ -72,6 +77,10 @@ class Engines:
         others = {d: name for d, name in self._group._devices().items() if d not in ("cpu", self._in_making)}
         ours = ["cuda"] if others.get("cuda") == "symcomm" and torch.cuda.is_available() else []
         return [d for d, name in others.items() if name != "symcomm" and dist.is_backend_available(name)] + ours
+
+    def carries(self, device_type: str) -> bool:
+        """Whether the group's map names an engine for such tensors."""
+        return device_type in self._group._devices()
 
     # --- CUDA tensors that are ours ---------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from symcomm import errors
 from symcomm.group.call_names import HookOpName
 from symcomm.group.interception import Call
@@ -38,28 +40,26 @@ _BETWEEN_HOSTS = {
 }
 
 
-class TimeEstimates:
-    """Mixed into TorchGroup."""
+class TimeEstimate:
+    """What collectives of a group would take. While one is under way, they return at once and leave their tensors as
+    they are."""
 
-    core: ProcessGroup
-    supports_time_estimate = True
-    _supports_time_estimate = True  # its name since torch 2.15
-    _estimated: float | None = None  # seconds so far, between start and end
+    _core: Any = None  # while one is under way
+    _seconds = 0.0
 
-    def _start_time_estimate(self) -> None:
-        """From now on collectives return at once, and leave their tensors as they are."""
-        if self._estimated is not None:
+    def start(self, core: ProcessGroup) -> None:
+        if self._core is not None:
             raise errors.CallerError("_start_time_estimate: an estimate is under way; call _end_time_estimate first.")
-        self._estimated = 0.0
-        self.core.interception.add(self._estimate)
+        self._core, self._seconds = core, 0.0
+        core.interception.add(self._estimate)
 
-    def _end_time_estimate(self) -> float:
-        """Microseconds that the collectives since ``_start_time_estimate`` would have taken."""
-        if self._estimated is None:
+    def end(self) -> float:
+        """Seconds that the collectives since the start would have taken."""
+        if self._core is None:
             raise errors.CallerError("_end_time_estimate: no estimate is under way; call _start_time_estimate first.")
-        self.core.interception.remove(self._estimate)
-        seconds, self._estimated = self._estimated, None
-        return seconds * 1e6
+        self._core.interception.remove(self._estimate)
+        self._core = None
+        return self._seconds
 
     def _estimate(self, call: Call, make: Callable[[], Any]) -> Any:
         if call.name not in _MODELS:
@@ -70,9 +70,9 @@ class TimeEstimates:
                 f"{call.method}: times are estimated for tensors in host memory only, and this one is on {elsewhere}; "
                 "measure it instead."
             )
-        assert self._estimated is not None
-        self._estimated += sum(_seconds(self.core, model, nbytes) for model, nbytes in _parts(call, self.core.size))
-        return DoneWork(call.outputs or call.inputs) if call.owner is self else None
+        self._seconds += sum(_seconds(self._core, model, nbytes) for model, nbytes in _parts(call, self._core.size))
+        is_torchs = isinstance(call.owner, dist.ProcessGroup)
+        return DoneWork(call.outputs or call.inputs) if is_torchs else None
 
 
 def _parts(call: Call, ranks: int) -> list[tuple[str, int]]:

@@ -8,6 +8,7 @@ by their *slot*, the name of the parameter in TorchGroup's method of that name. 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -209,8 +210,8 @@ def check(call: str, given: Mapping[str, Any], by_place: int | None = None) -> N
     raise wrong_type(call, names, best[0].got, " or ".join(_words(kind) for _, kind in wanted))
 
 
-def fit(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """The same for arguments as a caller wrote them."""
+def bind(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as a caller wrote them, by their slot."""
     slots = slots_of(call)
     if len(args) > len(slots):
         raise WrongTypeError(f"{call}: takes at most {len(slots)} arguments, got {len(args)}.")
@@ -220,7 +221,25 @@ def fit(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if slot not in slots or slot in given:
             raise WrongTypeError(f"{call}: has no argument {name!r}, or has it twice.")
         given[slot] = value
-    check(call, {slot: given[slot] for slot in slots if slot in given}, len(args))
+    return given
+
+
+def fit(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Raise unless one of the call's forms takes arguments as a caller wrote them."""
+    given = bind(call, args, named)
+    check(call, {slot: given[slot] for slot in slots_of(call) if slot in given}, len(args))
+
+
+@functools.cache
+def signature_of(call: str) -> inspect.Signature:
+    """Of TorchGroup's method: its slots, and behind the star the names that tensors have in other forms."""
+    slots = slots_of(call)
+    tensors = sum(slot in FIRST or slot in SECOND for slot in slots)
+    names = [name for names in (FIRST, SECOND)[:tensors] for name in names if name not in slots]
+    place, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(slot, place, default=None, annotation=Any) for slot in slots]
+    parameters += [inspect.Parameter(name, keyword, default=None, annotation=Any) for name in names]
+    return inspect.Signature([inspect.Parameter("self", place), *parameters], return_annotation=Any)
 
 
 def positional(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:

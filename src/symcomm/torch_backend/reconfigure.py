@@ -6,7 +6,6 @@ core of a TorchGroup: the object stays, and with it what torch knows of the grou
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -14,14 +13,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from symcomm.group.call_hooks import HookCalls
 from symcomm.group.interception import Interception
-from symcomm.torch_backend import versions
-from symcomm.torch_backend.call_hooks import TORCH_CALLS
-from symcomm.torch_backend.engines import Engines
-from symcomm.torch_backend.running import Running
-from symcomm.torch_backend.work import DoneWork
 
 if TYPE_CHECKING:
     from symcomm.group.reconfigure import ReconfigurableGroup
+
+
+def _reconfigurable() -> type[ReconfigurableGroup]:
+    from symcomm.group.reconfigure import ReconfigurableGroup  # which most groups never need
+
+    return ReconfigurableGroup
 
 
 def wants_reconfigure(options: Any, backend_options: Any) -> bool:
@@ -35,15 +35,14 @@ class EmptyCore(HookCalls):
 
     spans_hosts = is_usable = False
     sequence_number = 0
+    handle = None
 
     def __init__(self, options: Any):
-        from symcomm.group.reconfigure import ReconfigurableGroup  # which most groups never need
-
         self.name = str(options.group_id)
         self.rank, self.size = options.group_rank, options.group_size
         self.global_ranks = list(range(self.size))
         self._interception = Interception()  # of calls through torch's group: this object has none
-        self.members = ReconfigurableGroup(self.name, options.timeout)
+        self.members = _reconfigurable()(self.name, options.timeout)
         self.set_timeout, self.destroy = self.members.set_timeout, self.members.destroy
 
     @property
@@ -57,63 +56,43 @@ class EmptyCore(HookCalls):
         return getattr(self.members.current, name)  # which says that there is none
 
 
-class Reconfigurable(Running):
-    """Mixed into TorchGroup."""
+class Membership:
+    """Who is in a TorchGroup, and how that changes. A group that was made with its members can be reconfigured too."""
 
-    supports_reconfigure = True
-    _store: Any
-    _first_store: Any = None
-    _members: ReconfigurableGroup | None = None
+    def __init__(self, store: Any):
+        self._group: ReconfigurableGroup | None = None  # once it is needed
+        self._store = store  # the group's first one
 
-    def _membership(self) -> ReconfigurableGroup:
-        """A group that was made with its members can be reconfigured as well."""
-        from symcomm.group.reconfigure import ReconfigurableGroup
+    @property
+    def may_change(self) -> bool:
+        return self._group is not None
 
-        if self._members is None:
-            empty = isinstance(self.core, EmptyCore)
-            self._members = self.core.members if empty else ReconfigurableGroup.of(self.core)
-        return self._members
+    def group(self, core: Any) -> ReconfigurableGroup:
+        """The reconfigurable group whose members ``core`` has now."""
+        if self._group is None:
+            self._group = core.members if isinstance(core, EmptyCore) else _reconfigurable().of(core)
+        return self._group
 
-    def get_reconfigure_handle(self) -> str:
-        """Identifies this process to others that may form a group with it; constant for the life of the group."""
-        return self._membership().get_reconfigure_handle()
+    def reconfigure(self, core: Any, opts: Any) -> Any:
+        """The core of the new members, with the hooks of the old one."""
+        members = self.group(core)
+        members.set_timeout(core.timeout)  # which may have been changed since
+        new = members.reconfigure(opts.uuid, opts.handles, opts.timeout)
+        if isinstance(core, EmptyCore):
+            new.take_over_hooks(core)
+        return new
 
-    def reconfigure(self, opts: Any) -> Any:
-        """``opts``: ReconfigureOptions, or anything with uuid, handles and timeout. The work it returns is done."""
-        begun = time.monotonic()
-        members = self._membership()
-        members.set_timeout(self.core.timeout)  # which may have been changed since
-        core = members.reconfigure(opts.uuid, opts.handles, opts.timeout)
-        self._adopt(core, opts.uuid)
-        return DoneWork([], "reconfigure", time.monotonic() - begun)
+    def store(self, uuid: int) -> Any:
+        """For the engines of the new members: the keys of the old ones stay in the first store."""
+        return dist.PrefixStore(f"reconfigured/{uuid}", self._store)
 
-    def _end_membership(self) -> None:
-        if self._members is not None:
-            self._members.destroy()
-        self._first_store = None
+    def end(self) -> None:
+        if self._group is not None:
+            self._group.destroy()
+        self._store = None
 
-    def _adopt(self, core: Any, uuid: int) -> None:
-        """Replace the core."""
-        if isinstance(self.core, EmptyCore):
-            core.take_over_hooks(self.core)
-        self.core = core
-        self._operations_before = core.sequence_number
-        core.interception.add_facade(self, TORCH_CALLS)
-        for engine in self._engines.made():  # they serve the old members
-            engine.abort()
-        self._engines = Engines(self)
-        self._first_store = self._first_store or self._store
-        self._store = dist.PrefixStore(f"reconfigured/{uuid}", self._first_store)  # keys of the old engines stay there
-        if self._debug_checks is not None:
-            self._debug_checks.close()
-        self._coalescing, self._debug_checks = None, None
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-            self.enable_debug_checks()
-        self._set_plain()
-        if self in c10d._world.pg_group_ranks:
-            c10d._world.pg_group_ranks[self] = {rank: rank for rank in range(core.size)}
-        if versions.HAS_PYTHON_BACKENDS:
-            from symcomm.torch_backend.cpp_backend import install_cpp_backend
 
-            group: Any = self
-            install_cpp_backend(group, ["cpu", *self._engines.device_types()])  # which knows the new rank and size
+def number_anew(group: Any) -> None:
+    """Tell torch the ranks of a group that was reconfigured."""
+    if group in c10d._world.pg_group_ranks:
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.core.size)}

@@ -7,7 +7,6 @@ another thread than its waiter's, and an exception must be raised in a ``then`` 
 from __future__ import annotations
 
 import functools
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from torch._C._distributed_c10d import Work
 from symcomm import errors
 from symcomm.ops import OPS
 from symcomm.torch_backend import versions
+from symcomm.torch_backend.frames import wants_stacked
 from symcomm.torch_backend.values import duration
 
 WorkClass = TypeVar("WorkClass", bound=type)
@@ -31,7 +31,6 @@ _OP_TYPES = {op.name: versions.op_type(op.op_type, "COALESCED") for op in OPS}
 _OP_TYPES |= {"all_gather_coalesced": OpType.ALLGATHER_COALESCED, "recvAnySource": OpType.RECVANYSOURCE}
 _OP_TYPES["coalesced"] = OpType.COALESCED
 NO_LIMIT = timedelta(0)  # of a wait: the operation's own holds
-_WANTS_STACKED = "quantization_hooks.py"
 
 
 def op_type_of(call: str) -> Any:
@@ -164,6 +163,10 @@ class DoneWork(_OwnWork):
             raise self._error
         return True
 
+    def add_done_callback(self, callback: Any) -> None:
+        """As a TorchWork's."""
+        callback()
+
     def is_completed(self) -> bool:
         return True
 
@@ -180,7 +183,7 @@ class DoneWork(_OwnWork):
         return self._seconds * 1e3
 
     def get_future(self) -> Any:
-        if self._call == "all_gather" and sys._getframe(1).f_code.co_filename.endswith(_WANTS_STACKED):
+        if self._call == "all_gather" and wants_stacked():
             return _future_of([torch.stack(self._tensors)])
         return _future_of(self._tensors, self._error)
 
@@ -280,7 +283,7 @@ class TorchWork(_OwnWork):
         return seconds * 1e3
 
     def get_future(self) -> Any:
-        if self._call == "all_gather" and sys._getframe(1).f_code.co_filename.endswith(_WANTS_STACKED):
+        if self._call == "all_gather" and wants_stacked():
             # torch's quantization hooks take NCCL's form for granted: all outputs in one tensor. Others want a list.
             return self.get_future().then(lambda future: [torch.stack(future.value())])
         if self._future is None:

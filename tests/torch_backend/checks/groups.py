@@ -259,10 +259,10 @@ def careful_groups(rank: int, path: str) -> None:
             group.set_timeout(timedelta(seconds=0.3))
             if rank == 0:
                 refused(lambda: dist.all_reduce(value), "Ranks 1 failed to pass monitoredBarrier")
-            assert group._debug_checks is not None
-            kept, group._debug_checks._core = group._debug_checks._core, _Left()
+            assert group.calls.debug_checks is not None
+            kept, group.calls.debug_checks._core = group.calls.debug_checks._core, _Left()
             refused(lambda: dist.all_reduce(value), "Ranks 1 failed to pass monitoredBarrier", "1 and 2 are gone")
-            group._debug_checks._core = kept
+            group.calls.debug_checks._core = kept
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
 

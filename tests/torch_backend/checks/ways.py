@@ -78,14 +78,14 @@ def _ways(group: Any, call: Callable[[], Any], what: str = "collectives") -> dic
 def _kept_from_python(group: Any) -> Iterator[None]:
     """Fails if a call is dressed for torch by Python: the core's counts would not show it."""
 
-    def _call(name: str, *_: Any, **__: Any) -> Any:
-        raise AssertionError(f"{name} takes the long way to the core")
+    def run_new(op: Any, *_: Any) -> Any:
+        raise AssertionError(f"{op.name} takes the long way to the core")
 
-    group._call = _call
+    group.calls.run_new = run_new
     try:
         yield
     finally:
-        del group._call
+        del group.calls.run_new
 
 
 def _each(group: Any, rank: int, kinds: dict[str, Callable], expected: dict[str, int], leave_out: tuple = ()) -> None:

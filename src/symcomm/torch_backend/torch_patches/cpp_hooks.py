@@ -1,4 +1,4 @@
-"""What: our group is a WatchedGroup (cpp_backend.py) while torch's FlightRecorderHook or NanCheckHook is attached.
+"""What: our group is a WatchedGroup (watched_group.py) while torch's FlightRecorderHook or NanCheckHook is attached.
 Why: they are C++ objects, which see only what passes through C++.
 Versions: those that have them (2.15).
 Undo: ``attach`` and ``remove`` are C++'s again.
@@ -31,7 +31,7 @@ def _attaching(attach: Callable[..., Any]) -> Callable[..., Any]:
     def attached(pg: Any, *args: Any, **kwargs: Any) -> Any:
         hook = attach(pg, *args, **kwargs)
         if getattr(pg, "is_symcomm", False):
-            from symcomm.torch_backend.cpp_backend import WatchedGroup
+            from symcomm.torch_backend.watched_group import WatchedGroup
 
             pg.__class__ = WatchedGroup
             pg.watchers += 1

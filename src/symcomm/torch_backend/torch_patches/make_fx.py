@@ -26,6 +26,7 @@ import torch._C._distributed_c10d as c10d
 
 from symcomm.ops import BY_TORCH_NAME, OPERATORS, OPS
 from symcomm.torch_backend import versions
+from symcomm.torch_backend.frames import named_for_cpp
 from symcomm.torch_backend.torch_patches import method_swap
 from symcomm.torch_backend.work import done
 from symcomm.undo import Undo, all_of
@@ -61,10 +62,7 @@ def _dispatched(method: str, own: Callable[..., Any], now: Callable[..., Any]) -
         _add_kernels()
         return theirs(self, *args, **kwargs)
 
-    # C++ would call the Python method again, unless a function with the name that it looks up is what calls it.
-    looked_up = versions.looked_up_by_cpp(own.__name__, method)
-    call.__code__ = call.__code__.replace(co_name=looked_up)
-    return call
+    return named_for_cpp(call, versions.looked_up_by_cpp(own.__name__, method))
 
 
 def _all_to_all_single(
