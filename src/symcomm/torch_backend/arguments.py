@@ -40,10 +40,13 @@ class Given(NamedTuple):
         return seconds_of(self.options, self.timeout)
 
 
-def read_arguments(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[list[Any], Given]:
+def read_arguments(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Sequence[Any], Given]:
     """(its tensors and splits, what else it was given) of a call as it was written, if torch would take it."""
-    slots, by_slot = slots_of(call), bind(call, args, named)
+    slots = slots_of(call)
     count = slots.index("opts")
+    if len(args) == count + 1 and not named and has_options(call, args[:count], args[count]):
+        return args[:count], Given(args[count])  # as torch's functions call
+    by_slot = bind(call, args, named)
     plain = {slot: by_slot.get(slot) for slot in slots[count + 1 :]}
     tensors = [by_slot.get(slot) for slot in slots[:count]]
     return tensors, _sort_out(call, tensors, by_slot.get("opts"), plain)
@@ -52,8 +55,6 @@ def read_arguments(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -
 def _sort_out(call: str, given: Sequence[Any], opts: Any, plain: Mapping[str, Any]) -> Given:
     """``given``: what comes before the options. A plain argument may stand in the place of the options, and shift those
     behind it."""
-    if has_options(call, given, opts) and all(value is None for value in plain.values()):
-        return Given(opts)
     by_slot = dict(zip(slots_of(call), given, strict=False))
     check(call, {**by_slot, **{name: value for name, value in {"opts": opts, **plain}.items() if value is not None}})
     options = root = op = timeout = None

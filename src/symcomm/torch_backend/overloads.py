@@ -218,7 +218,7 @@ def bind(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str
     given = dict(zip(slots, args, strict=False))
     for name, value in named.items():
         slot = slots[0] if name in FIRST else slots[1] if name in SECOND and len(slots) > 1 else name
-        if slot not in slots or slot in given:
+        if slot not in slots or given.get(slot) is not None:
             raise WrongTypeError(f"{call}: has no argument {name!r}, or has it twice.")
         given[slot] = value
     return given

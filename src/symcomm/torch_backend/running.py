@@ -20,7 +20,7 @@ from symcomm.torch_backend.checks import single
 from symcomm.torch_backend.debug_checks import DebugChecks
 from symcomm.torch_backend.engines import Engines
 from symcomm.torch_backend.options_layout import ASYNC, UNKNOWN, read_options
-from symcomm.torch_backend.overloads import signature_of, slots_of
+from symcomm.torch_backend.overloads import signature_of
 from symcomm.torch_backend.profile import Span, describe, is_profiling
 from symcomm.torch_backend.python_group import CompletionHook, Names
 from symcomm.torch_backend.torch_patches.functional_collectives import register_work
@@ -35,10 +35,6 @@ SMALL = 4096  # elements; an operation of that size takes about as long as handi
 def _single(tensors: Any) -> Any:
     """torch's lists of one are tensors to the core."""
     return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
-
-
-def _first(lists: Any) -> Any:
-    return lists[0] if isinstance(lists, (list, tuple)) and lists else None
 
 
 def _is_small(tensors: Any) -> bool:
@@ -68,56 +64,97 @@ def _dispatched(op: Op, inputs: list[Any], outputs: list[Any]) -> list[Any]:
 # --- TorchGroup's methods ---------------------------------------------------------------------------------------------
 
 
-def _from_root(calls: Calls, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """torch passes gather_single an empty output where the rank is not the root."""
-    return args[1], args[0] if getattr(args[2], "rootRank", None) == calls.core.rank else None
-
-
-_NEVER = ((), ())  # what the dispatch cache does not know
-# (source, target) of a call's arguments up to its options, where they are not just two of these arguments.
-_TENSORS: dict[str, Callable[[Calls, tuple[Any, ...]], tuple[Any, Any]]] = {
-    "all_gather": lambda calls, args: (args[1], _first(args[0])),
-    "gather": lambda calls, args: (args[1], _first(args[0])),
-    "gather_single": _from_root,
-    "reduce_scatter": lambda calls, args: (_first(args[1]), args[0]),
-    "scatter": lambda calls, args: (_first(args[1]), args[0]),
-    "all_to_all_single": lambda calls, args: _NEVER if args[2] or args[3] else (args[1], args[0]),
-    "barrier": lambda calls, args: (None, None),
-}
-
-
 def operation(prepare: Callable[..., Any]) -> Callable[..., Any]:
     """TorchGroup's method for the operation whose arguments ``prepare`` (see operations.py) checks.
 
     A call like one before runs in the core alone, if it blocks, or if it is small and asynchronous and all ranks have
     already reached it: running that at once is faster than handing it to a thread."""
     op = BY_NAME[prepare.__name__]
-    number, opts_at = op.number, slots_of(op.torch).index("opts")
-    count, source_at, tensors_of = opts_at + 1, int(bool(op.outputs)), _TENSORS.get(op.name)
-
-    def call(self: Any, *args: Any, **named: Any) -> Any:
-        calls = self.calls
-        if named and len(args) == opts_at and "opts" in named:  # as dist.barrier calls
-            args = (*args, named.pop("opts"))
-        if len(args) == count and calls.handle is not None and not named:
-            if tensors_of is None:
-                source, target = args[source_at], args[0]
-            else:
-                source, target = tensors_of(calls, args)
-            status = native.run_cached_options(calls.handle, number, args[opts_at], source, target)
-            if status == 0:
-                return done
-            if (work := calls.after_lookup(number, status, args[opts_at], source, target)) is not None:
-                return work
-        return calls.run_new(op, prepare, args, named)
-
-    def call_uncached(self: Any, *args: Any, **named: Any) -> Any:
-        return self.calls.run_new(op, prepare, args, named)
-
-    method: Any = call if number >= 0 else call_uncached
+    form = _FORMS.get(op.name, _of_two) if op.number >= 0 else _uncached
+    method: Any = form(op, prepare)
     method.__name__, method.__qualname__ = op.torch, f"TorchGroup.{op.torch}"
     method.__signature__ = signature_of(op.torch)
     return method
+
+
+# By how torch passes tensors: the core is asked first, in this frame, since each Python frame costs a tenth of a call.
+
+
+def _uncached(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        return self.calls.run_new(op, prepare, args, named)
+
+    return call
+
+
+def _in_place(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    number = op.number
+
+    def call(self: Any, tensors: Any = None, opts: Any = None, *more: Any, **named: Any) -> Any:
+        calls = self.calls
+        if more or named or calls.handle is None:
+            return calls.run_new(op, prepare, (tensors, opts, *more), named)
+        status = native.run_cached_options(calls.handle, number, opts, tensors, tensors)
+        return done if status == 0 else calls.go_on(op, prepare, status, (tensors, opts), opts, tensors, tensors)
+
+    return call
+
+
+def _of_two(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    number, is_rooted = op.number, op.rooted
+    nested_output, nested_input = op.name in _NESTED_OUTPUTS, op.name in _NESTED_INPUTS
+
+    def call(self: Any, output: Any = None, input: Any = None, opts: Any = None, *more: Any, **named: Any) -> Any:
+        calls = self.calls
+        if more or named or calls.handle is None:
+            return calls.run_new(op, prepare, (output, input, opts, *more), named)
+        source, target = input, output
+        if nested_output:
+            target = output[0] if isinstance(output, (list, tuple)) and output else None
+        elif nested_input:
+            source = input[0] if isinstance(input, (list, tuple)) and input else None
+        elif is_rooted and getattr(opts, "rootRank", None) != calls.core.rank:  # torch passes an empty output
+            target = None
+        status = native.run_cached_options(calls.handle, number, opts, source, target)
+        return done if status == 0 else calls.go_on(op, prepare, status, (output, input, opts), opts, source, target)
+
+    return call
+
+
+def _with_splits(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    number = op.number
+
+    def call(
+        self: Any, output: Any = None, input: Any = None, output_split_sizes: Any = None, input_split_sizes: Any = None,
+        opts: Any = None, *more: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        calls, args = self.calls, (output, input, output_split_sizes, input_split_sizes, opts)
+        if more or named or output_split_sizes or input_split_sizes or calls.handle is None:
+            return calls.run_new(op, prepare, (*args, *more), named)
+        status = native.run_cached_options(calls.handle, number, opts, input, output)
+        return done if status == 0 else calls.go_on(op, prepare, status, args, opts, input, output)
+
+    return call
+
+
+def _of_none(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    number = op.number
+
+    def call(self: Any, opts: Any = None, timeout: Any = None) -> Any:
+        calls = self.calls
+        if timeout is not None or calls.handle is None:
+            return calls.run_new(op, prepare, (opts, timeout), {})
+        status = native.run_cached_options(calls.handle, number, opts, None, None)
+        return done if status == 0 else calls.go_on(op, prepare, status, (opts,), opts, None, None)
+
+    return call
+
+
+_FORMS = {
+    **dict.fromkeys(("all_reduce", "reduce", "broadcast"), _in_place),
+    "all_to_all_single": _with_splits,
+    "barrier": _of_none,
+}
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -164,8 +201,22 @@ class Calls:
 
     # --- like one before --------------------------------------------------------------------------------------
 
-    def after_lookup(self, number: int, status: int, opts: Any, source: Any, target: Any) -> Any:
-        """The core has not just run the call; None: it has to take the long path."""
+    def go_on(
+        self,
+        op: Op,
+        prepare: Callable[..., Any],
+        status: int,
+        args: tuple[Any, ...],
+        opts: Any,
+        source: Any,
+        target: Any,
+    ) -> Any:
+        """Once the core, asked to run the call, has said ``status``."""
+        work = self._run_seen(op.number, status, opts, source, target)
+        return self.run_new(op, prepare, args, {}) if work is None else work
+
+    def _run_seen(self, number: int, status: int, opts: Any, source: Any, target: Any) -> Any:
+        """None: the call has to take the long path."""
         core, detail = self.core, None
         if status == UNKNOWN:
             status, detail = read_options(number, opts)
