@@ -3,6 +3,7 @@
 module.py     DistributedDataParallel
 reducer.py    Reducer: when gradients come, when buckets leave
 fill.py       gradients into buckets and back
+faults.py     what errors call parameters, and where they are logged
 bucket.py     Bucket, and GradBucket, which hooks are given
 assign.py     which parameters share a bucket
 comm_hook.py  communication hooks: the interface, and the built-in ones

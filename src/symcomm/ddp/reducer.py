@@ -29,6 +29,7 @@ from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.autograd_hooks import AutogradHooks
 from symcomm.ddp.bucket import Bucket, GradBucket, is_alias
 from symcomm.ddp.comm_hook import CommHook
+from symcomm.ddp.faults import Faults
 from symcomm.ddp.fill import Filler
 from symcomm.ddp.hook_order import HookOrder
 from symcomm.ddp.timeline import ALWAYS_SAMPLED, Clock, IterationTimes, measure, not_compiled, now
@@ -40,7 +41,7 @@ FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early
 BUCKET_BYTES = 25 << 20
 
 
-class Reducer(Filler):
+class Reducer:
     """See the module's text. Arguments and methods are those of PyTorch's.
 
     Raises: BadArgumentError, CallerError; what a group's all_reduce raises."""
@@ -72,19 +73,16 @@ class Reducer(Filler):
         self.bucket_bytes_cap = values.integer("Reducer: bucket_bytes_cap", bucket_bytes_cap)
         self.find_unused_parameters = values.flag("Reducer: find_unused_parameters", find_unused_parameters)
         self.gradient_as_bucket_view = values.flag("Reducer: gradient_as_bucket_view", gradient_as_bucket_view)
-        self._names = names_of(param_to_name_mapping)  # as torch writes them, which sparse metadata have too
+        self._faults = Faults(names_of(param_to_name_mapping))
         first = values.integer("Reducer: first_bucket_bytes_cap", first_bucket_bytes_cap)
         caps = values.ranks("Reducer: bucket_bytes_cap_list", bucket_bytes_cap_list)
         self._limits = caps or [first, self.bucket_bytes_cap]
         self._skips_unused = values.flag("Reducer: skip_all_reduce_unused_params", skip_all_reduce_unused_params)
-        self._batches = values.flag("Reducer: batched_grad_copy", batched_grad_copy)
+        in_batches = values.flag("Reducer: batched_grad_copy", batched_grad_copy)
+        self._filler = Filler(self._faults, self.gradient_as_bucket_view, in_batches)
         self._lock = threading.RLock()
         self._order = HookOrder(self._lock)
-        self._logger: Any = lambda: None
         self._hook: CommHook | None = None
-        self._mixed_dtype: torch.dtype | None = None
-        self._optimizer_in_backward = False
-        self._sparse_metadata: Mapping[str, Any] | None = None
 
         self._start_counting()
         self.has_rebuilt = False
@@ -138,10 +136,10 @@ class Reducer(Filler):
             limit = limits[position] if position < len(limits) else 0
             bucket = Bucket(indices, [self.params[i] for i in indices], self._sparse[indices[0]], limit)
             if not bucket.sparse:
-                bucket.allocate(self.process_group, self._mixed_dtype)
+                bucket.allocate(self.process_group, self._filler.mixed_dtype)
             self._places.update({index: (bucket, slot) for slot, index in enumerate(indices)})
             self.buckets.append(bucket)
-        if self.gradient_as_bucket_view and self._mixed_dtype is None:
+        if self.gradient_as_bucket_view and self._filler.mixed_dtype is None:
             self._move_gradients()
 
     def _move_gradients(self) -> None:
@@ -152,7 +150,7 @@ class Reducer(Filler):
                     grad = param.grad
                     if grad is not None and not is_alias(grad, view):
                         view.copy_(grad)
-                        self._set_grad(param, view)
+                        self._filler.set_grad(param, view)
 
     def _may_rebuild(self) -> bool:
         return (self.static_graph or not self.find_unused_parameters) and not self.has_rebuilt
@@ -174,7 +172,7 @@ class Reducer(Filler):
                 order = order[::-1]
             tensors = [self.params[i] for i in order]
             buckets, limits = compute_bucket_assignment_by_size(
-                tensors, self._limits, self._sparse, order, self._logger()
+                tensors, self._limits, self._sparse, order, self._faults.logger()
             )
             if last_is_small:
                 buckets, limits = buckets[::-1], limits[::-1]
@@ -230,12 +228,12 @@ class Reducer(Filler):
     def _search_unused(self, outputs: Sequence[Any]) -> None:
         self.unused = search_unused(outputs, self._hooks.nodes)
         if self.unused and dist.get_debug_level() == dist.DebugLevel.DETAIL:
-            names = ", ".join(self._name(i) for i in self.unused)
+            names = ", ".join(self._faults.name(i) for i in self.unused)
             log.info("rank %d: no output leads to %s", self.process_group.rank(), names)
         if self._graph_seems_static:
             if self.iterations > 1 and self.unused != self._unused_before:
                 self._graph_seems_static = False
-                if (logger := self._logger()) is not None:
+                if (logger := self._faults.logger()) is not None:
                     logger.graph_is_static(False)
             self._unused_before = self.unused
 
@@ -278,8 +276,8 @@ class Reducer(Filler):
     def _is_last_hook(self, index: int) -> bool:
         """Static graph: whether this gradient will not come again in this backward pass."""
         if self._hooks_left[index] == 0:
-            raise self._fault(
-                f"Your training graph has changed in this iteration: a gradient came for {self._name(index)}, "
+            raise self._faults.fault(
+                f"Your training graph has changed in this iteration: a gradient came for {self._faults.name(index)}, "
                 "which went unused in the first iteration (or came fewer times), which is not compatible with "
                 "static_graph set to True; leave that out and pass find_unused_parameters=True."
             )
@@ -288,12 +286,12 @@ class Reducer(Filler):
 
     def _mark_ready(self, index: int) -> None:
         if index in self._ready:
-            raise self._fault(marked_twice(index, self._shown_names(), self.find_unused_parameters))
+            raise self._faults.fault(marked_twice(index, self._faults.shown_names(), self.find_unused_parameters))
         self._ready.add(index)
         self._backward_stats[index] = time.monotonic_ns() - self._stats_start
         self._unfinished = True
         bucket, slot = self._places[index]
-        self._fill(bucket, slot, index)
+        self._filler.fill(bucket, slot, index, self._divide_by or self._divisor())
         bucket.pending -= 1
         if bucket.pending == 0 and bucket is self.buckets[self._next]:
             self._launch_full()
@@ -311,13 +309,24 @@ class Reducer(Filler):
             if not self._finalized_by_caller:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
+    def _divisor(self) -> int:
+        """What gradients are divided by, which a hook does itself: the number of ranks; in join mode, perhaps of those
+        that still have input."""
+        if self._hook is not None:
+            return 1
+        if not self._divide_by:
+            self._divide_by = self.process_group.size()
+            if self._join is not None and not self._join[1]:
+                self._divide_by = int(self._join[0].get_future().wait()[0].item())
+        return self._divide_by
+
     def _launch(self, bucket: Bucket) -> None:
         bucket.launched = now()
         if self.buckets_reduced == 0:
             self.clock.comm_start = bucket.launched
         self.buckets_reduced += 1
-        if bucket.deferred or self._batches:
-            self._fill_deferred(bucket)
+        if bucket.deferred or self._filler.in_batches:
+            self._filler.fill_deferred(bucket, self._divisor())
         if self._hook is None and not bucket.sparse:
             bucket.work = self.process_group.allreduce([bucket.buffer])
         else:
@@ -365,7 +374,7 @@ class Reducer(Filler):
             self._unfinished = True
             self.unused = [index for index, count in enumerate(self._hook_counts) if count == 0]
             for index in range(len(self.params)):
-                self._fill(*self._places[index], index)
+                self._filler.fill(*self._places[index], index, self._divide_by or self._divisor())
             for bucket in self.buckets:
                 self._launch(bucket)
             self._next = len(self.buckets)
@@ -379,7 +388,7 @@ class Reducer(Filler):
     def _set_manual_finalization_required(self, required: bool) -> None:
         """With ``required`` the end of a backward pass waits for nothing: ``_finalize_backward_manual`` does."""
         if self._expecting or self._in_backward:
-            raise self._fault(
+            raise self._faults.fault(
                 "_set_manual_finalization_required: a backward pass is under way; set it before the forward pass."
             )
         self._finalized_by_caller = bool(required)
@@ -392,11 +401,11 @@ class Reducer(Filler):
         """Wait for every bucket and hand gradients back; all of them must be under way."""
         call = "_finalize_backward_manual"
         if not self._finalized_by_caller:
-            raise self._fault(f"{call}: call _set_manual_finalization_required(True) first.")
+            raise self._faults.fault(f"{call}: call _set_manual_finalization_required(True) first.")
         if not self._unfinished or self._next < len(self.buckets):
             left = len(self.buckets) - self._next if self._unfinished else 0
             why = f"{left} buckets still wait for gradients" if left else "no gradients are being reduced"
-            raise self._fault(f"{call}: {why}; call it once after each backward pass.")
+            raise self._faults.fault(f"{call}: {why}; call it once after each backward pass.")
         self._backward_ended()
 
     def _finalize(self) -> None:
@@ -413,7 +422,19 @@ class Reducer(Filler):
             self._used.zero_()
         self.clock.comm_end = now()
         self._used_work, self._used_known, self._futures = None, False, []
-        self._divide_by, self._join, self._sparse_metadata = 0, None, None
+        self._divide_by, self._join, self._filler.sparse_metadata = 0, None, None
+
+    def _hand_back(self, bucket: Bucket) -> None:
+        """Wait for the bucket's reduction, and make its result the parameters' gradients."""
+        bucket.wait_began = now()
+        if bucket.work is not None:
+            bucket.work.wait()
+            result = bucket.buffer
+        else:
+            result = (self._hook or CommHook()).parse_hook_result(bucket.future.wait())
+        bucket.ended = now()
+        bucket.work = bucket.future = None
+        self._filler.hand_back(bucket, result, self._is_unused_everywhere)
 
     def _is_unused_everywhere(self, index: int) -> bool:
         """Asks the other ranks only where this one did not use the parameter."""
@@ -427,21 +448,6 @@ class Reducer(Filler):
 
     # --- errors -----------------------------------------------------------------------------------------------
 
-    def _shown_names(self) -> dict[int, str]:
-        """For words: torch joins names with a dot, so that parameters of a bare layer come as ".weight"."""
-        return {index: name.lstrip(".") for index, name in self._names.items()}
-
-    def _name(self, index: int) -> str:
-        return self._names.get(index, f"parameter {index}").lstrip(".")
-
-    def _fault(self, error: Exception | str) -> Exception:
-        """The exception to raise, once the logger has it. A text is about a mistake of the caller's."""
-        if isinstance(error, str):
-            error = errors.CallerError(error)
-        if (logger := self._logger()) is not None:
-            logger.set_error_and_log(str(error))
-        return error
-
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward pass left gradients unreduced, saying whose were missing."""
         if not self._unfinished:
@@ -449,20 +455,21 @@ class Reducer(Filler):
         missing = [index for index in range(len(self.params)) if index not in self._ready]
         quiet = dist.get_debug_level() == dist.DebugLevel.OFF
         if not quiet:
-            names = ", ".join(self._name(i) for i in missing)
+            names = ", ".join(self._faults.name(i) for i in missing)
             log.warning("rank %d: no gradient came for %s", self.process_group.rank(), names)
         error = unfinished(
-            self.process_group, self.iterations, missing, self._shown_names(),
+            self.process_group, self.iterations, missing, self._faults.shown_names(),
             find_unused=self.find_unused_parameters, static_graph=self.static_graph, quiet=quiet,
         )  # fmt: skip
-        raise self._fault(error)
+        raise self._faults.fault(error)
 
     # --- hooks ------------------------------------------------------------------------------------------------
 
     def set_hook(self, hook: CommHook, words: str) -> None:
         if self._hook is not None:
-            raise self._fault(f"{words} can only be called once.")
+            raise self._faults.fault(f"{words} can only be called once.")
         self._hook = hook
+        self._divide_by = 0  # a hook divides by itself
 
     def _grad_bucket(self, index: int, buffer: Any) -> GradBucket:
         return GradBucket(index, len(self.buckets), buffer, self.buckets[index])
@@ -488,11 +495,11 @@ class Reducer(Filler):
     # --- settings ---------------------------------------------------------------------------------------------
 
     def set_logger(self, logger: Any) -> None:
-        self._logger = (lambda: None) if logger_of("set_logger", logger) is None else weakref.ref(logger)
+        self._faults.logger = (lambda: None) if logger_of("set_logger", logger) is None else weakref.ref(logger)
 
     def _set_static_graph(self) -> None:
         if self.iterations:
-            raise self._fault("_set_static_graph() should be called before training loop starts.")
+            raise self._faults.fault("_set_static_graph() should be called before training loop starts.")
         self.static_graph = True
 
     def _ddp_graph_static(self) -> bool:
@@ -500,18 +507,18 @@ class Reducer(Filler):
         return self._graph_seems_static
 
     def _set_optimizer_in_backward(self) -> None:
-        self._optimizer_in_backward = True
+        self._filler.optimizer_in_backward = True
 
     def _set_mixed_precision_param_dtype(self, dtype: Any) -> None:
         """Gradients come in this dtype, so buckets are of it too."""
-        self._mixed_dtype = dtype
+        self._filler.mixed_dtype = dtype
         self._build_buckets([b.indices for b in self.buckets], [b.limit for b in self.buckets])
 
     def _set_sparse_metadata(self, metadata: Mapping[str, Any]) -> None:
         """The rows of sparse gradients that any rank has, by parameter name, for the next backward pass."""
         words = "str to tensor"
         call = "_set_sparse_metadata: metadata"
-        self._sparse_metadata = values.mapping(call, metadata, values.text, values.tensor, words) or None
+        self._filler.sparse_metadata = values.mapping(call, metadata, values.text, values.tensor, words) or None
 
     @not_compiled
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
