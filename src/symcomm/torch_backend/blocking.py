@@ -35,10 +35,14 @@ def exchange(core: Any, is_send: bool, tensors: Any, peer: int, tag: int) -> Any
 
 def monitored_barrier(core: Any, timeout: Any, wait_all_ranks: bool) -> None:
     """Our group's, in the words of Gloo's."""
-    values.flag("monitored_barrier: wait_all_ranks", wait_all_ranks)
-    timeout = values.optional(values.duration, "monitored_barrier: timeout", timeout)
-    if timeout is not None and timedelta(0) <= timeout < timedelta(milliseconds=1):
-        raise errors.DeadlineError(f"Rank {core.rank} timed out in monitoredBarrier after 0 ms.")
+    try:
+        values.flag("monitored_barrier: wait_all_ranks", wait_all_ranks)
+        timeout = values.optional(values.duration, "monitored_barrier: timeout", timeout)
+        if timeout is not None and timedelta(0) <= timeout < timedelta(milliseconds=1):
+            raise errors.DeadlineError(f"Rank {core.rank} timed out in monitoredBarrier after 0 ms.")
+    except Exception as error:
+        core.refuse_monitored_barrier(error)
+        raise
     try:
         core.monitored_barrier(seconds_of(None, timeout), wait_all_ranks)
     except errors.DeadlineError as error:

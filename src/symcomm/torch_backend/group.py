@@ -153,7 +153,7 @@ class TorchGroup(PythonGroup):
 
     def refuse(self, error: Exception) -> None:
         """Tell the others that this rank makes no call, and why."""
-        self.core.refuse(error)
+        self.calls.refuse(error)
 
     # --- hooks and estimates: those of the core, so that a call through either object is seen once ----------------
 

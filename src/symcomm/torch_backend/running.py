@@ -129,7 +129,9 @@ def _with_splits(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
         opts: Any = None, *more: Any, **named: Any,
     ) -> Any:  # fmt: skip
         calls, args = self.calls, (output, input, output_split_sizes, input_split_sizes, opts)
-        if more or named or output_split_sizes or input_split_sizes or calls.handle is None:
+        given = output_split_sizes, input_split_sizes
+        is_even = type(given[0]) is type(given[1]) is list and not (given[0] or given[1])
+        if more or named or not is_even or calls.handle is None:
             return calls.run_new(op, prepare, (*args, *more), named)
         status = native.run_cached_options(calls.handle, number, opts, input, output)
         return done if status == 0 else calls.go_on(op, prepare, status, args, opts, input, output)
@@ -195,6 +197,14 @@ class Calls:
         if self.debug_checks is not None:
             self.debug_checks.close()
 
+    def refuse(self, error: Exception) -> None:
+        """Tell the others that this rank makes no call, and why: before they have compared theirs, where they do."""
+        (self.core if self.debug_checks is None else self.debug_checks).refuse(error)
+
+    def _compare(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        if self.debug_checks is not None:
+            self.debug_checks.check(name, inputs, outputs)
+
     @property
     def sequence_number(self) -> int:
         return self.core.sequence_number - self._before
@@ -255,7 +265,7 @@ class Calls:
     def run_new(self, op: Op, prepare: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Check a call, run it where its tensors are, and wrap its work for torch."""
         core = self.core
-        with Refusals(core):
+        with Refusals(self):
             tensors, given = read_arguments(op.torch, args, named)
             prepared = prepare(core, given, *tensors)
             if not callable(prepared):
@@ -267,12 +277,12 @@ class Calls:
                     return DoneWork(result, op.name)
                 group: Any = core if device is None else self._engines.ours(device)
         if callable(prepared):
+            self._compare(op.name, _flat(tensors[-1]), _flat(tensors[0]))
             return prepared()
         if group is None:
             return self._engines.forward(op.name, prepared, given.options, given.timeout, device)
         method, name = getattr(group, op.name), _TORCH_NAMES.get(op.name, op.name)
-        if self.debug_checks is not None:
-            self.debug_checks.check(name, inputs, result)
+        self._compare(name, inputs, result)
         if not is_profiling():
             return self._run_as_torch_work(name, method, prepared, given, result)
         splits = (prepared[3], prepared[2]) if op.name == "all_to_all_single" else ((), ())
