@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.group.failure import call_site, explain
 from symcomm.group.refusal import Refusals
 from symcomm.group.work import Batch
@@ -94,7 +93,7 @@ def _in_place(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
         calls = self.calls
         if more or named or calls.handle is None:
             return calls.run_new(op, prepare, (tensors, opts, *more), named)
-        status = native.run_cached_options(calls.handle, number, opts, tensors, tensors)
+        status = calls.handle.run_cached_options(number, opts, tensors, tensors)
         return done if status == 0 else calls.go_on(op, prepare, status, (tensors, opts), opts, tensors, tensors)
 
     return call
@@ -115,7 +114,7 @@ def _of_two(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
             source = input[0] if isinstance(input, (list, tuple)) and input else None
         elif is_rooted and getattr(opts, "rootRank", None) != calls.core.rank:  # torch passes an empty output
             target = None
-        status = native.run_cached_options(calls.handle, number, opts, source, target)
+        status = calls.handle.run_cached_options(number, opts, source, target)
         return done if status == 0 else calls.go_on(op, prepare, status, (output, input, opts), opts, source, target)
 
     return call
@@ -133,7 +132,7 @@ def _with_splits(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
         is_even = type(given[0]) is type(given[1]) is list and not (given[0] or given[1])
         if more or named or not is_even or calls.handle is None:
             return calls.run_new(op, prepare, (*args, *more), named)
-        status = native.run_cached_options(calls.handle, number, opts, input, output)
+        status = calls.handle.run_cached_options(number, opts, input, output)
         return done if status == 0 else calls.go_on(op, prepare, status, args, opts, input, output)
 
     return call
@@ -146,7 +145,7 @@ def _of_none(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
         calls = self.calls
         if timeout is not None or calls.handle is None:
             return calls.run_new(op, prepare, (opts, timeout), {})
-        status = native.run_cached_options(calls.handle, number, opts, None, None)
+        status = calls.handle.run_cached_options(number, opts, None, None)
         return done if status == 0 else calls.go_on(op, prepare, status, (opts,), opts, None, None)
 
     return call
@@ -231,7 +230,7 @@ class Calls:
         if status == UNKNOWN:
             status, detail = read_options(number, opts)
             if status == 0:
-                status = native.run_cached(core.handle, number, detail, _single(source), _single(target))
+                status = core.handle.run_cached(number, detail, _single(source), _single(target))
         if status == ASYNC:
             small = _is_small(source if target is None else target)
             return self._run_inline(number, detail, source, target, opts) if small and core.may_run_inline() else None
@@ -247,9 +246,9 @@ class Calls:
         core reads ``opts``."""
         core, begun = self.core, time.monotonic()
         if detail is None:
-            status = native.run_cached_options(core.handle, number, opts, source, target, True)
+            status = core.handle.run_cached_options(number, opts, source, target, True)
         else:
-            status = native.run_cached(core.handle, number, detail, _single(source), _single(target))
+            status = core.handle.run_cached(number, detail, _single(source), _single(target))
         if status < 0:
             return None
         result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]
