@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -447,6 +448,20 @@ def _handle_outlives_tensor(group):
 
 def test_the_handle_keeps_our_part():
     assert spawn(_handle_outlives_tensor, 2) == [0, 0]
+
+
+def _tensor_outlives_group(group):
+    tensor, child = symm_mem.zeros(1000), group.new_group([0, 1])
+    symm_mem.rendezvous(tensor, child).barrier()
+    gone = weakref.ref(child)
+    child.destroy()
+    del child
+    gc.collect()
+    return gone() is None and symm_mem.is_symm_mem_tensor(tensor)
+
+
+def test_a_tensor_does_not_keep_the_groups_that_it_has_met_with():
+    assert spawn(_tensor_outlives_group, 2) == [True, True]
 
 
 # --- signals ---------------------------------------------------------------------------------------------

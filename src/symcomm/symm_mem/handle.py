@@ -170,7 +170,9 @@ class SymmetricMemory:
         On a GPU this and the next two are in the order of the current stream: they return at once, and what comes later
         in the stream waits."""
         self._check_channel("barrier", channel)
-        self._peer_memory.barrier(f"barrier(channel={channel})", channel, self.timeout_ns("barrier", timeout_ms))
+        self._peer_memory.barrier(
+            self.group, f"barrier(channel={channel})", channel, self.timeout_ns("barrier", timeout_ms)
+        )
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal ``dst_rank``, once it has taken the signal before this one."""
@@ -183,7 +185,7 @@ class SymmetricMemory:
     def _signal(self, call: str, name: str, act: Callable[..., None], peer: int, channel: int, timeout_ms: int) -> None:
         self._check_rank(call, name, peer)
         self._check_channel(call, channel)
-        act(f"{call}({name}={peer}, channel={channel})", peer, channel, self.timeout_ns(call, timeout_ms))
+        act(self.group, f"{call}({name}={peer}, channel={channel})", peer, channel, self.timeout_ns(call, timeout_ms))
 
     def _check_rank(self, call: str, name: str, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:

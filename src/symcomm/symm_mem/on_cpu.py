@@ -104,12 +104,12 @@ class ArenaPeers(PeerMemory):
                 f"rendezvous: the ranks of group {group.name!r} are on several hosts, and symmetric memory reaches no "
                 "farther than one; use a group of one host's ranks."
             )
-        super().__init__(group, nbytes)
+        super().__init__(nbytes)
         self.device = torch.device("cpu")
         room = -(-self.pad_bytes // SLEEPERS) * SLEEPERS
         self._pad = group.arena.buffer(room + SLEEPERS)
         ctypes.memset(self._pad, 0, len(self._pad))
-        infos = self.exchange(offset=offset, pad=ctypes.addressof(self._pad) - group.arena.base)
+        infos = self.exchange(group, offset=offset, pad=ctypes.addressof(self._pad) - group.arena.base)
         bases = [peer.base for peer in group.peers]
         self.buffers = [base + info["offset"] for base, info in zip(bases, infos, strict=True)]
         self.pad_addresses = [base + info["pad"] for base, info in zip(bases, infos, strict=True)]
@@ -126,21 +126,22 @@ class ArenaPeers(PeerMemory):
         part.keeps = keeps
         return storage_over(part)
 
-    def barrier(self, what: str, channel: int, timeout_ns: int) -> None:
-        self.group.check_usable()
-        self._check(what, *native.signal_barrier(self._pads, channel, timeout_ns), timeout_ns)
+    def barrier(self, group: ProcessGroup, what: str, channel: int, timeout_ns: int) -> None:
+        group.check_usable()
+        _check(group, what, *native.signal_barrier(self._pads, channel, timeout_ns), timeout_ns)
 
-    def put(self, what: str, rank: int, channel: int, timeout_ns: int) -> None:
-        self.group.check_usable()
-        self._check(what, native.signal_put(self._pads, rank, channel, timeout_ns), rank, timeout_ns)
+    def put(self, group: ProcessGroup, what: str, rank: int, channel: int, timeout_ns: int) -> None:
+        group.check_usable()
+        _check(group, what, native.signal_put(self._pads, rank, channel, timeout_ns), rank, timeout_ns)
 
-    def take(self, what: str, rank: int, channel: int, timeout_ns: int) -> None:
-        self.group.check_usable()
-        self._check(what, native.signal_take(self._pads, rank, channel, timeout_ns), rank, timeout_ns)
+    def take(self, group: ProcessGroup, what: str, rank: int, channel: int, timeout_ns: int) -> None:
+        group.check_usable()
+        _check(group, what, native.signal_take(self._pads, rank, channel, timeout_ns), rank, timeout_ns)
 
-    def _check(self, what: str, status: int, peer: int, timeout_ns: int) -> None:
-        if status:
-            raise explain_peer(self.group, what, status, peer, timeout_ns / 1e9)
+
+def _check(group: ProcessGroup, what: str, status: int, peer: int, timeout_ns: int) -> None:
+    if status:
+        raise explain_peer(group, what, status, peer, timeout_ns / 1e9)
 
 
 class OnCPU(Place):

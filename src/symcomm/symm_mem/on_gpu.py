@@ -87,14 +87,14 @@ class PoolPeers(PeerMemory):
     def __init__(self, gpu: CudaGroup, piece: PoolBuffer, nbytes: int):
         import torch
 
-        super().__init__(gpu.core, nbytes)
+        super().__init__(nbytes)
         self.device = torch.device("cuda", gpu.device)
         self._gpu = gpu
         self._pad = pool_of(gpu.device).allocate(self.pad_bytes)
         torch.as_tensor(self._pad, device=self.device).zero_()
         torch.cuda.current_stream(self.device).synchronize()  # nobody signals before it is clear
         infos = self.exchange(
-            handle=piece.block.handle.hex(), offset=piece.offset,
+            gpu.core, handle=piece.block.handle.hex(), offset=piece.offset,
             pad_handle=self._pad.block.handle.hex(), pad=self._pad.offset,
         )  # fmt: skip
         driver().enter(gpu.device)
@@ -108,23 +108,23 @@ class PoolPeers(PeerMemory):
     def storage(self, address: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
         return storage_over(RawMemory(address, nbytes, keeps), self._gpu.device)
 
-    def barrier(self, what: str, channel: int, timeout_ns: int) -> None:
-        others = [r for r in range(self.group.size) if r != self.group.rank]
-        steps = [self._put(r, channel) for r in others] + [self._take(r, channel) for r in others]
+    def barrier(self, group: ProcessGroup, what: str, channel: int, timeout_ns: int) -> None:
+        others = [r for r in range(group.size) if r != group.rank]
+        steps = [self._put(group, r, channel) for r in others] + [self._take(group, r, channel) for r in others]
         self._enqueue(what, steps, others, timeout_ns)
 
-    def put(self, what: str, rank: int, channel: int, timeout_ns: int) -> None:
-        self._enqueue(what, [self._put(rank, channel)], [rank], timeout_ns)
+    def put(self, group: ProcessGroup, what: str, rank: int, channel: int, timeout_ns: int) -> None:
+        self._enqueue(what, [self._put(group, rank, channel)], [rank], timeout_ns)
 
-    def take(self, what: str, rank: int, channel: int, timeout_ns: int) -> None:
-        self._enqueue(what, [self._take(rank, channel)], [rank], timeout_ns)
+    def take(self, group: ProcessGroup, what: str, rank: int, channel: int, timeout_ns: int) -> None:
+        self._enqueue(what, [self._take(group, rank, channel)], [rank], timeout_ns)
 
-    def _put(self, rank: int, channel: int) -> tuple[int, int, int]:
+    def _put(self, group: ProcessGroup, rank: int, channel: int) -> tuple[int, int, int]:
         """(address, the value to wait for, the value to write)"""
-        return self.pad_addresses[rank] + 4 * (channel * self.group.size + self.group.rank), 0, 1
+        return self.pad_addresses[rank] + 4 * (channel * group.size + group.rank), 0, 1
 
-    def _take(self, rank: int, channel: int) -> tuple[int, int, int]:
-        return self.pad_addresses[self.group.rank] + 4 * (channel * self.group.size + rank), 1, 0
+    def _take(self, group: ProcessGroup, rank: int, channel: int) -> tuple[int, int, int]:
+        return self.pad_addresses[group.rank] + 4 * (channel * group.size + rank), 1, 0
 
     @property
     def failures(self) -> CudaFailures:

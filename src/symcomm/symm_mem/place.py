@@ -28,38 +28,25 @@ class Allocation:
 
 
 class PeerMemory(ABC):
-    """Where every rank of a group has the same piece of memory, and its signal pad. Lives as long as our own piece."""
+    """Where every rank of a group has the same piece of memory, and its signal pad. It lives as long as our own piece,
+    and so does not hold the group, which may go first."""
 
     device: torch.device
     buffers: list[int]  # addresses, by rank
     pad_addresses: list[int]
 
-    def __init__(self, group: ProcessGroup, nbytes: int):
-        self.group = group
+    def __init__(self, nbytes: int):
         self.nbytes = nbytes
         self.pad_bytes = settings.get_signal_pad_size()
 
-    def exchange(self, **info: Any) -> list[dict[str, Any]]:
+    def exchange(self, group: ProcessGroup, **info: Any) -> list[dict[str, Any]]:
         """What every rank says of its memory: a collective. Refused where sizes differ."""
         info |= {"nbytes": self.nbytes, "pad_bytes": self.pad_bytes}
-        infos = [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(info).encode())]
-        self._check_alike("nbytes", "allocated", infos, "allocate the same size on every rank")
+        infos = [json.loads(item) for item in group.all_gather_bytes(json.dumps(info).encode())]
+        _check_alike(group, "nbytes", "allocated", infos, "allocate the same size on every rank")
         fix = "call set_signal_pad_size alike on every rank"
-        self._check_alike("pad_bytes", "asked for signal pads of", infos, fix)
+        _check_alike(group, "pad_bytes", "asked for signal pads of", infos, fix)
         return infos
-
-    def _check_alike(self, key: str, verb: str, infos: Sequence[dict[str, Any]], fix: str) -> None:
-        by_size: dict[int, list[int]] = {}
-        for rank, info in enumerate(infos):
-            by_size.setdefault(info[key], []).append(rank)
-        if len(by_size) > 1:
-            sides = "; ".join(
-                f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} {verb} {size} bytes"
-                for size, ranks in by_size.items()
-            )
-            raise errors.CollectiveMismatchError(
-                f"rendezvous on group {self.group.name!r}: sizes differ: {sides}; {fix}."
-            )
 
     @property
     @abstractmethod
@@ -71,13 +58,25 @@ class PeerMemory(ABC):
         """Bytes of some rank's buffer or pad; they hold ``keeps``."""
 
     @abstractmethod
-    def barrier(self, what: str, channel: int, timeout_ns: int) -> None: ...
+    def barrier(self, group: ProcessGroup, what: str, channel: int, timeout_ns: int) -> None: ...
 
     @abstractmethod
-    def put(self, what: str, rank: int, channel: int, timeout_ns: int) -> None: ...
+    def put(self, group: ProcessGroup, what: str, rank: int, channel: int, timeout_ns: int) -> None: ...
 
     @abstractmethod
-    def take(self, what: str, rank: int, channel: int, timeout_ns: int) -> None: ...
+    def take(self, group: ProcessGroup, what: str, rank: int, channel: int, timeout_ns: int) -> None: ...
+
+
+def _check_alike(group: ProcessGroup, key: str, verb: str, infos: Sequence[dict[str, Any]], fix: str) -> None:
+    by_size: dict[int, list[int]] = {}
+    for rank, info in enumerate(infos):
+        by_size.setdefault(info[key], []).append(rank)
+    if len(by_size) > 1:
+        sides = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} {verb} {size} bytes"
+            for size, ranks in by_size.items()
+        )
+        raise errors.CollectiveMismatchError(f"rendezvous on group {group.name!r}: sizes differ: {sides}; {fix}.")
 
 
 class Place(ABC):
