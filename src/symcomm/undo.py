@@ -1,4 +1,4 @@
-"""The one way to change what others made, torch above all, so that it can be changed back.
+"""Changing what others made, torch above all, so that it can be changed back. There is no other way to do it.
 
 A change is made by ``replace`` or ``replace_item``, which return the function that undoes it. ``all_of`` joins the
 undos of several changes into one. A ``Switch`` makes a set of changes once, whichever thread asks first.
@@ -57,7 +57,7 @@ def all_of(*undos: Undo) -> Undo:
 
 
 class Switch:
-    """A set of changes that is made as a whole, for as long as somebody holds it."""
+    """A set of changes that is made as a whole, and stays while it has holders."""
 
     def __init__(self, change: Callable[[], Undo]):
         self._change = change

@@ -29,7 +29,7 @@ SIZES = tuple(16 << 10 << k for k in range(8))  # of a piece: 16 KiB to 2 MiB
 GAIN = 1.05  # in the mean; less is not worth another way
 LOSS = 0.9  # at the largest size, beyond which nothing is measured
 FEWEST = Limits.attach_ranks
-MOST = 16  # ranks, where nobody says how many
+MOST = 16  # ranks, unless the caller says how many
 MOST_RANKS = 128  # whose tensors have 64 GiB together
 DEADLINE = 120.0  # seconds that one size may take, where every rank has a core
 
@@ -169,7 +169,7 @@ def _time(group: Any, call_once: Callable[[], Any], count: int) -> float:
 def run_attach_bench(
     workload: AttachWorkload, seen: Callable[[AttachMeasurement], None] = quiet, tick: Tick = quiet
 ) -> list[AttachMeasurement]:
-    """Measure every size; ``seen`` is handed each row when it is complete, ``tick`` is told after it."""
+    """Measure every size; ``seen`` gets each row when it is complete."""
     from symcomm.group.spawn import spawn
 
     rows = []

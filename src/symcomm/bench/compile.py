@@ -47,7 +47,7 @@ class CompileMeasurement(frame.StepMeasurement):
 
 
 def run_compile_bench(workload: CompileWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[CompileMeasurement]:
-    """Measure every graph on every side; ``tick`` is told after every turn, ``seen`` what is known after a graph."""
+    """Measure every graph on every side."""
     found: list[CompileMeasurement] = []
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
         for graph in workload.graphs:

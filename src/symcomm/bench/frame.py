@@ -93,7 +93,7 @@ def time_steps(
     sides: Mapping[str, Side], found: Sequence[StepMeasurement], workload: TurnsWorkload, what: str,
     names: Mapping[str, str], tick: Tick,
 ) -> None:  # fmt: skip
-    """``tick`` is told of every turn."""
+    """Fill in the turns of ``found``."""
     for figures in in_turns(found, workload.rounds):
         answers = sides[figures.side].ask(what, {"do": "time", "steps": workload.steps})
         figures.turns.append(slowest(answers, "seconds"))

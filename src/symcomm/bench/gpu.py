@@ -65,8 +65,7 @@ class GpuMeasurement(Measurement):
 
 
 def run_gpu_bench(workload: GpuWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[GpuMeasurement]:
-    """Measure both ways to share the GPU; without MPS on this machine, only the one that needs none. ``seen`` is told
-    what is known after each."""
+    """Measure both ways to share the GPU; without MPS on this machine, only the one that needs none."""
     need_cuda("symcomm bench gpu")
     found = _measure(workload, TURNS, {}, tick)
     seen(found)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from symcomm.bench.torch_worker import read_plan, say
+
 BUDGET_S = 0.05  # of a turn in a row
 MOST_CALLS = 100
 SINGLE_CALLS = 20
-
-
-def tell(**what: Any) -> None:
-    if os.environ["RANK"] == "0":
-        print(json.dumps(what), flush=True)
 
 
 def make_sides(count: int, gpu: Any, dist: Any, without: Sequence[str]) -> dict[str, Callable[[], Any]]:
@@ -36,7 +31,7 @@ def make_sides(count: int, gpu: Any, dist: Any, without: Sequence[str]) -> dict[
     }
     if "torch" in without:
         return sides
-    tell(doing="torch", nbytes=4 * count)  # where its kernels do not all fit on the GPU at once, they wait for ever
+    say({"doing": "torch", "nbytes": 4 * count})  # its kernels wait for ever where the GPU cannot hold all at once
     with contextlib.suppress(Exception):  # where torch refuses several ranks on one GPU, the column stays empty
         from torch.distributed import _symmetric_memory
 
@@ -79,8 +74,7 @@ def time_turn(run: Callable[[], Any], core: Any) -> tuple[float, float]:
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1)  # asks where a rank is
-    folder, workload = sys.argv[1], json.loads(sys.argv[2])
+    folder, workload = sys.argv[1], read_plan()
     import torch
     import torch.distributed as dist
 
@@ -93,16 +87,16 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=world)
     gpu = device_group(core, 0)
     for nbytes in workload["sizes"]:
-        tell(doing="ordinary", nbytes=nbytes)
+        say({"doing": "ordinary", "nbytes": nbytes})
         check_values(gpu, nbytes // 4)
         sides = make_sides(nbytes // 4, gpu, dist, workload["without"])
         everyone = [json.loads(names) for names in core.all_gather_bytes(json.dumps(list(sides)).encode())]
         shared = [name for name in sides if all(name in names for names in everyone)]
         for _ in range(workload["rounds"]):
             for name in shared:
-                tell(doing=name, nbytes=nbytes)
+                say({"doing": name, "nbytes": nbytes})
                 row, single = time_turn(sides[name], core)
-                tell(nbytes=nbytes, side=name, row=row, single=single)
+                say({"nbytes": nbytes, "side": name, "row": row, "single": single})
     core.barrier()
     os._exit(0)  # nothing is left to do, and torch's own groups may take their time
 

@@ -46,7 +46,7 @@ class GroupsMeasurement(Measurement):
 
 
 def run_groups_bench(workload: GroupsWorkload, tick: Tick = quiet) -> list[GroupsMeasurement]:
-    """Measure every side; ``tick`` is told after every turn."""
+    """Measure every side."""
     found = [GroupsMeasurement(side) for side in SIDES]
     what = "making groups"
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:

@@ -93,7 +93,7 @@ def _our_way(hosts: int) -> dict[str, float]:
 
 
 def run_hosts_bench(workload: HostsWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[HostsMeasurement]:
-    """Measure both sides at every size; ``tick`` is told after every turn, ``seen`` what is known after every size."""
+    """Measure both sides at every size."""
     if reason := why_no_namespaces():
         raise errors.ResourceError(f"symcomm bench: hosts needs network namespaces: {reason}.")
     with Network(workload.hosts, workload.mbits) as network:

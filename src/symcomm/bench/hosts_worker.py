@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import math
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,8 +12,10 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+from symcomm.bench.frame import in_turns
 from symcomm.bench.namespaces import carried
 from symcomm.bench.run import Case, make_cases
+from symcomm.bench.torch_worker import read_plan, say
 from symcomm.bench.worker import Bench, GlooSide, SymcommSide
 
 TIMEOUT = 300.0
@@ -60,13 +59,11 @@ def measure(case: Case, workload: dict[str, Any], sides: dict[str, Any], ranks: 
         bench.clear()
         bench.call()
     steps = workload["steps"] * (MORE_STEPS if case.nbytes <= SMALL else 1)
-    for number in range(workload["rounds"]):
-        for name in list(sides)[:: -1 if number % 2 else 1]:
-            seconds, moved = ranks.timed(ready[name].call, steps)
-            rows[name]["turns"].append(seconds)
-            rows[name]["sent"] = min(rows[name]["sent"], moved / steps)  # less what TCP had to send twice
-            if ranks.group.rank == 0:
-                print(f"{case.collective}, {case.nbytes} bytes, {name}", flush=True)
+    for name in in_turns(list(sides), workload["rounds"]):
+        seconds, moved = ranks.timed(ready[name].call, steps)
+        rows[name]["turns"].append(seconds)
+        rows[name]["sent"] = min(rows[name]["sent"], moved / steps)  # less what TCP had to send twice
+        say(f"{case.collective}, {case.nbytes} bytes, {name}")
     return list(rows.values())
 
 
@@ -82,8 +79,7 @@ def _check_barrier(name: str, barrier: Callable[[], Any], ranks: Ranks) -> None:
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1, 2, all_threads=False)  # asks where this rank is
-    workload = json.loads(sys.argv[1])
+    workload = read_plan()
     import torch.distributed as dist
 
     import symcomm
@@ -96,9 +92,7 @@ def main() -> None:
     sides, ranks = {"ours": SymcommSide(group), "gloo": GlooSide()}, Ranks(group)
     for collective in workload["collectives"]:
         for case in make_cases(collective, workload["sizes"], group.size, "float32", "sum", 0, one_place=True):
-            rows = measure(case, workload, sides, ranks)
-            if group.rank == 0:
-                print(json.dumps(rows), flush=True)
+            say(measure(case, workload, sides, ranks))
     group.barrier()
     dist.destroy_process_group()
     symcomm.destroy()

@@ -118,7 +118,7 @@ def run_kernels_bench(
     seen: Callable[[KernelsMeasurement], None] = quiet,
     tick: Tick = quiet,
 ) -> list[KernelsMeasurement]:
-    """Measure every case at every size; ``seen`` is handed each row when it is complete, ``tick`` is told after it."""
+    """Measure every case at every size; ``seen`` gets each row when it is complete."""
     buffers = {name: Buffers(workload.sources, nbytes) for name, nbytes in workload.sizes.items()}
     rows = []
     cases: list[tuple[DType | None, RedOpType | None]] = [(None, None), *workload.cases]

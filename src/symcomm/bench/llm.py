@@ -124,7 +124,7 @@ def _open(section: LlmSection) -> Iterator[dict[str, Side]]:
 def measure(
     section: LlmSection, workload: LlmWorkload, tick: Tick = quiet, begin: Tick = quiet
 ) -> list[LlmMeasurement]:
-    """Every side of a section, in turns; ``tick`` is told after every turn, ``begin`` before models are made."""
+    """Every side of a section, in turns; ``begin`` is called before models are made."""
     what = f"{section.mode}, {section.ranks} ranks"
     with _open(section) as sides:
         found = [_start(section, side, what) for side in sides.values()]

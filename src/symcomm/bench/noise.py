@@ -162,7 +162,7 @@ def run_noise_bench(
     tick: Tick = quiet,
     show: Callable[[NoiseMeasurement], None] = quiet,
 ) -> list[NoiseMeasurement]:
-    """Measure every case beside every kind of neighbour; ``tick`` is told after every turn, ``show`` of every row."""
+    """Measure every case beside every kind of neighbour; ``show`` gets each row when it is complete."""
     found = []
     with open_sides(workload.sides, workload.ranks, workload.pinned) as sides:
         for neighbours in workload.neighbours:

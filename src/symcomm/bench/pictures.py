@@ -110,7 +110,7 @@ def draw(path: Path, heading: str, panels: Sequence[Panel]) -> None:
         axis.set_visible(False)
     names = dict.fromkeys(name for panel in panels for name in panel.names)
     colors = {name: f"C{number % 10}" for number, name in enumerate(names)}
-    shown: dict[str, Any] = {}  # name -> what of it is in the legend
+    shown: dict[str, Any] = {}  # name -> its mark in the legend
     for axis, panel in zip(axes.flat, panels, strict=False):
         panel.draw(axis, colors)
         _finish(axis, panel)

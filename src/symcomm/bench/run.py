@@ -31,8 +31,8 @@ from symcomm.bench.whereabouts import SLOW, family_of, where_are
 from symcomm.errors import format_exit, format_ranks
 from symcomm.types import DType
 
-Tick = Callable[[str], None]  # told of every turn: what it was
-Seen = Callable[[list[Any]], None]  # told what is known after every part
+Tick = Callable[[str], None]  # called after every turn, with what it was
+Seen = Callable[[list[Any]], None]  # called after every part, with all that is known by then
 
 OURS = ("ordinary", "symmetric")  # series of our own side; every other series is a side of that name
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
@@ -50,7 +50,7 @@ FINISH_DEADLINE, KILL_DEADLINE = 3.0, 10.0
 
 
 def quiet(_: Any) -> None:
-    """For who need not be told."""
+    """For callers that do not follow the progress."""
 
 
 @dataclass(frozen=True)

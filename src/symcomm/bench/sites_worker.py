@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import math
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -14,6 +11,7 @@ from typing import Any
 
 from symcomm.bench.model import decoder, own_source
 from symcomm.bench.namespaces import carried
+from symcomm.bench.torch_worker import read_plan, say
 
 WARM_UP = 20  # steps in which the learning rate rises
 CHECKED = 32  # texts on which every method is judged
@@ -116,22 +114,16 @@ def train(method: str, workload: dict[str, Any], data: Any, rank: int) -> dict[s
         found = torch.tensor([training.check() if rank == 0 else 0.0])
         dist.broadcast(found, 0)
         curve.append((training.done, seconds, found.item()))
-        say(rank, f"{METHODS[method]}, loss {found.item():.2f}")
+        say(f"{METHODS[method]}, loss {found.item():.2f}")
         if not workload["target"] < found.item() < math.inf:
             break
     for _ in range(training.done, workload["limit"], between):
-        say(rank, f"{METHODS[method]}, done")  # checks that are not needed any more: the bar counts them
+        say(f"{METHODS[method]}, done")  # checks that are not needed any more: the bar counts them
     return {"method": method, "curve": curve, "sent": carried()[0] - before}
 
 
-def say(rank: int, line: str) -> None:
-    if rank == 0:
-        print(line, flush=True)
-
-
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1, 2, all_threads=False)  # asks where this rank is
-    workload = json.loads(sys.argv[1])
+    workload = read_plan()
     import torch
     import torch.distributed as dist
 
@@ -144,7 +136,7 @@ def main() -> None:
     data = torch.frombuffer(bytearray(own_source()), dtype=torch.uint8)
     Training("plain", workload, data, rank).step()  # connections are made, memory is touched
     for method in workload["methods"]:
-        say(rank, json.dumps([train(method, workload, data, rank)]))
+        say([train(method, workload, data, rank)])
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -67,8 +67,7 @@ Row = dict[str, Any]  # what, clients; for each side its time in us and, where m
 
 
 def run_store_bench(workload: StoreWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[Row]:
-    """Measure every call, waking, and connecting on both sides; ``tick`` is told after every turn, ``seen`` what is
-    known after each of those."""
+    """Measure every call, waking, and connecting on both sides."""
     for side in workload.sides:
         _store_class(side)  # loaded before the processes are made, so that they start in a blink
     rows: list[Row] = []

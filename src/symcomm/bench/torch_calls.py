@@ -67,7 +67,7 @@ def find_pythons(text: str) -> tuple[str, ...]:
 
 
 def run_torch_bench(workload: TorchWorkload, tick: Tick = quiet) -> list[TorchMeasurement]:
-    """Measure every way in every environment; ``tick`` is told after every turn."""
+    """Measure every way in every environment."""
     names = {f"torch{i}": python for i, python in enumerate(workload.pythons)}
     with open_sides(list(names), workload.ranks, workload.pinned, WORKER, pythons=names) as sides:
         found = [(side, figures) for side in sides.values() for figures in _ways_of(side)]

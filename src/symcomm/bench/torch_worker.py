@@ -1,8 +1,13 @@
-"""What workers share that run programs of torch: how their ranks meet, how a model is wrapped, how steps are timed."""
+"""What workers that run programs of torch share: how their ranks meet, what they write, how steps are timed."""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import json
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +15,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from symcomm.bench.worker import GROUP_TIMEOUT
+
+
+def read_plan() -> dict[str, Any]:
+    """What a rank is told that runs the whole plan by itself; see ``start_ranks`` in whereabouts.py."""
+    faulthandler.register(signal.SIGUSR1, 2, all_threads=False)  # asks where this rank is
+    plan: dict[str, Any] = json.loads(sys.argv[-1])
+    return plan
+
+
+def say(what: Any) -> None:
+    """The first rank writes for all of them: words on its progress, or what it found, as JSON."""
+    if os.environ["RANK"] == "0":
+        print(what if isinstance(what, str) else json.dumps(what), flush=True)
 
 
 def join(backend: str, args: SimpleNamespace, store: Any = None) -> Any:

@@ -437,7 +437,7 @@ class Bench:
         self.side.barrier()
         self.call()
         if self.case.collective == "put":
-            self.side.barrier()  # whoever is written to does not know when
+            self.side.barrier()  # the rank that is written to does not know when
         right = expected(self.np, self.side.rank, self.case)
         if right is None:
             return 0
@@ -573,7 +573,7 @@ def pin(rank: int, world: int) -> None:
 
 
 def serve(make: Callable[[SimpleNamespace], Any]) -> None:
-    """Be a rank: ``make`` what has a method for each order, say who we are, then do as told until the controller hangs
+    """Be a rank: ``make`` an object with a method for each order, say who we are, then obey until the controller hangs
     up. What is made is told the side's name, its rank, the world, a file to meet in, and whether to be pinned."""
     faulthandler.register(signal.SIGUSR1, 2, all_threads=False)  # asks where this rank is; see whereabouts.py
     address, name, rank, world, store, pinned = sys.argv[1:7]

@@ -212,14 +212,21 @@ def run(question: Question, *, summary: bool, markdown: bool, best: bool) -> lis
 
 
 def print_head(question: Question, say: Callable[[str], None], *, best: bool) -> None:
-    facts = bench_table.machine()
     what = "fastest repetition" if best else "median of repetitions"
-    where = "pinned to" if question.pinned else "free on"
-    say(f"# {question.world} ranks, {where} {facts['cores']} cores, {facts['system']}; {what}\n")
+    say(f"# {question.world} ranks, {on_cores(question.pinned)}; {what}\n")
+
+
+def load() -> str:
+    return f"load {os.getloadavg()[0]:.1f}"
+
+
+def on_cores(pinned: bool) -> str:
+    facts = bench_table.machine()
+    return f"{'pinned to' if pinned else 'free on'} {facts['cores']} cores, {facts['system']}"
 
 
 def print_foot(question: Question, results: list[Result], *, summary: bool) -> None:
-    print(f"# load {bench_table.machine()['load']:.1f} when done")
+    print(f"# {load()} when done")
     for reason in bench_table.reasons(results):
         print(f"# -: {reason}")
     if said := bench_table.ways(results):
@@ -259,9 +266,7 @@ def bench_program(name: str, workload: Any, wanted: Wanted, how: str = "") -> No
             nonlocal table, shown
             title, head, rows = module.as_table(found, workload, wanted.best)
             if table is None:
-                facts = bench_table.machine()
-                where = "pinned to" if getattr(workload, "pinned", False) else "free on"
-                bar.say(f"# {where} {facts['cores']} cores, {facts['system']}{how and '; '}{how}\n")
+                bar.say(f"# {on_cores(workload.pinned)}{how and '; '}{how}\n")
                 table = bench_table.GrowingTable(title, head, bar.say, markdown=wanted.markdown, like=rows)
             for row in rows[shown:]:
                 table.add(row)
@@ -269,7 +274,7 @@ def bench_program(name: str, workload: Any, wanted: Wanted, how: str = "") -> No
 
         found = getattr(module, f"run_{name}_bench")(workload, bar, *([show] if name in BY_PARTS else []))
         show(found)
-    print(f"# load {bench_table.machine()['load']:.1f} when done")
+    print(f"# {load()} when done")
     if note := module.note(found):
         print(f"# {note}")
     wanted.write(module, found, workload, module.as_table(found, workload, wanted.best)[0])
@@ -309,10 +314,8 @@ def bench_noise(
     kinds, peers = module.parse_neighbours(neighbours), module.peers_at_hand(against, parse_peers)
     need_torch("symcomm bench noise")
     workload = _workload_of("noise", ranks, kinds, peers, pin=pin, **_pace(module, rounds, quick))
-    facts = bench_table.machine()
-    where = "pinned to" if workload.pinned else "free on"
-    how = f"load {facts['load']:.1f} before; medians of {workload.rounds} turns of {workload.seconds:g} s"
-    title = f"{workload.ranks} ranks, {where} {facts['cores']} cores, {facts['system']}, {how}"
+    how = f"{load()} before; medians of {workload.rounds} turns of {workload.seconds:g} s"
+    title = f"{workload.ranks} ranks, {on_cores(workload.pinned)}, {how}"
     with progress(workload.turns) as bar:
         table = bench_table.GrowingTable(title, module.head(workload), bar.say, markdown=wanted.markdown)
         found = module.run_noise_bench(workload, bar, lambda figures: table.add(module.row(figures, workload)))
@@ -340,9 +343,8 @@ def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: b
             found += here
     for reason in dict.fromkeys(f"{figures.side}: {figures.reason}" for figures in found if figures.reason):
         print(f"# -: {reason}")
-    facts = bench_table.machine()
     what = "fastest prompt and token" if wanted.best else f"median of {workload.rounds} turns"
-    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}")
+    print(f"# {on_cores(workload.pinned)}, {load()} when done; {what}")
     print("# all sides wrote the same tokens")
     wanted.write(module, found, workload, module.note(workload))
 
@@ -380,9 +382,7 @@ def bench_attach(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick
 
 def _bench_row_by_row(module: Any, workload: Any, measure_all: Callable[..., list[Any]], wanted: Wanted) -> list[Any]:
     """A row is printed when it is measured."""
-    facts = bench_table.machine()
-    where = "pinned to" if getattr(workload, "pinned", False) else "free on"
-    print(f"# {where} {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f}\n")
+    print(f"# {on_cores(workload.pinned)}, {load()}\n")
     heading = module.title(workload)
     with progress(workload.turns) as bar:
         table = bench_table.GrowingTable(heading, module.head(workload), bar.say, markdown=wanted.markdown)

@@ -39,7 +39,7 @@ def group_of(node: Any) -> Any:
     try:
         return our_group_of(given) if isinstance(given, (str, ProcessGroup)) else None
     except RuntimeError:
-        return None  # nobody knows a group of that name here: torch's lowering does not need one
+        return None  # no group has that name here: torch's lowering needs none
 
 
 def name_groups(graph: Any) -> None:
@@ -99,7 +99,7 @@ def then_in_place(entry: Any, theirs: Lowering, inputs: Any, *args: Any) -> Any:
             V.graph.no_fuse_buffer_names.add(box.get_name())
         boxes.append(ir.ExternKernel.require_contiguous(box))
     operator = getattr(torch.ops._c10d_functional, node.target._opname.rstrip("_") + "_").default
-    sources = [None] * len(boxes)  # the copies are nobody else's
+    sources = [None] * len(boxes)  # only we have the copies
     return _run_in_place(entry, _launch_in_place, node, operator, boxes, sources, _like(inputs, boxes), args)
 
 

@@ -39,7 +39,7 @@ _resolve: Any = _resolve_process_group
 
 # --- comm buffers -----------------------------------------------------------------------------------------------------
 
-MOST = 32  # places that one line of code keeps; more are needed only by who collects results without end
+MOST = 32  # places that one line of code keeps; only a program that collects results without end needs more
 
 
 class BufferSlot:
@@ -50,7 +50,7 @@ class BufferSlot:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
         self.storage = tensor.untyped_storage()._cdata
-        self.idle = _storage_Use_Count(self.storage)  # what it is while nobody else has a view
+        self.idle = _storage_Use_Count(self.storage)  # its value while nothing else has a view
 
     def is_free(self) -> bool:
         return _storage_Use_Count(self.storage) == self.idle
@@ -120,7 +120,7 @@ def _options(kind: Any, op: str | None = None, root: int | None = None) -> Any:
 
 
 def all_reduce_(tensor: Tensor, op: str, group_name: str) -> None:
-    """Straight to the core, unless somebody watches the group's calls. A model that writes tokens waits for many of
+    """Straight to the core, unless the group's calls are watched. A model that writes tokens waits for many of
     these, and between them its weights push everything else out of the caches: each object on the way costs.
     """
     group = _resolve(group_name)

@@ -20,7 +20,7 @@ _on_cpu = OnCPU()
 
 
 def place_of(device: torch.device) -> Place | None:
-    """Who has symmetric memory on such a device; None for those that have none."""
+    """The kind of symmetric memory that such a device has, or None."""
     if device.type == "cpu":
         return _on_cpu
     if device.type != "cuda":

@@ -21,8 +21,8 @@ from symcomm.symm_mem.place import Allocation, PeerMemory, Place, other_size, st
 if TYPE_CHECKING:
     import torch
 
-Memory = Any  # a ctypes array with an attribute ``allocation``: whoever holds it keeps the bytes
-SLEEPERS = 64  # bytes behind a signal pad for the word that counts who sleeps on it
+Memory = Any  # a ctypes array with an attribute ``allocation``: its holders keep the bytes
+SLEEPERS = 64  # bytes behind a signal pad for the word that counts its sleepers
 
 
 class ArenaAllocation(Allocation):

@@ -205,7 +205,7 @@ def fill_words(tensor: torch.Tensor, offset: int, value: int, count: int) -> Non
 
 
 def write_word(tensor: torch.Tensor, offset: int, value: int) -> None:
-    """In the order of the stream; whoever sees it there sees everything that came before."""
+    """In the order of the stream: a rank that sees the word sees everything that came before."""
     import torch
 
     stream = torch.cuda.current_stream(tensor.device).cuda_stream

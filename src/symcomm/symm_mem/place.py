@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Allocation:
-    """What is known of a piece of memory. Whoever holds the memory keeps this, never the other way round."""
+    """What is known of a piece of memory. The memory holds this, never the other way round."""
 
     def __init__(self, address: int, nbytes: int):
         self.address = address
@@ -100,7 +100,7 @@ class Place(ABC):
 
     @abstractmethod
     def write_words(self, tensor: torch.Tensor, offset: int, value: int, count: int | None) -> None:
-        """Set ``count`` 32-bit words. With None it is one, and whoever sees it sees everything written before."""
+        """Set ``count`` 32-bit words. With None it is one, and a rank that sees it sees everything written before."""
 
 
 def still_active(alloc_id: int) -> errors.BadArgumentError:

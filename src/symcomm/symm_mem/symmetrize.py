@@ -124,7 +124,7 @@ def _homes(sizes: list[int], flat: bool) -> list[torch.UntypedStorage]:
 def _rehome(storage: torch.UntypedStorage, home: torch.UntypedStorage, users: list[torch.Tensor]) -> None:
     swap = getattr(storage, "_swap_data_ptr_", None)
     if swap is not None:
-        swap(home)  # everybody who uses the storage sees the new memory, known to us or not
+        swap(home)  # all tensors over the storage see the new memory, known to us or not
         return
     import torch
 

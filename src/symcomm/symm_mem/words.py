@@ -53,7 +53,7 @@ def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torc
 
 
 def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-    """Set one word. Whoever sees it there sees everything this thread wrote before.
+    """Set one word. A rank that sees it sees everything this thread wrote before.
 
     Raises: BadArgumentError."""
     _check("stream_write_value32", input, offset, val, 1)
