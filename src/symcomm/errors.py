@@ -319,6 +319,13 @@ def deadline(
     return kind(f"{text}. {fix}" if fix else f"{text}.", missing)
 
 
+def no_thread(what: str, error: Exception) -> ResourceError:
+    return ResourceError(
+        f"no thread could be started for {what} ({error}); raise the limit on threads "
+        "(ulimit -u, or the container's limit on processes)."
+    )
+
+
 def nested(call: str, name: str) -> CallerError:
     return CallerError(
         f"{call} on group {name!r}: called by a signal handler (or a finalizer) while its thread waits in another "

@@ -81,7 +81,7 @@ def held_at_random(g: Any, rounds: int = 200) -> int:
     found: list[int] = []
     while len(found) < rounds:
         array = np.full(64, -1, "i4")
-        work = g._post(Message.receive(array, 1, 1), "irecv", True)
+        work = g.messages.post(Message.receive(array, 1, 1), "irecv", True)
         works.append((array, work))
         assert until(work.is_completed, 30)
         if work.was_withdrawn:

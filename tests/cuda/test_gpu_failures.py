@@ -25,17 +25,17 @@ DIRECT = 1 << 20  # bytes from which on they do
 
 def join(rank: int, world: int, folder: str) -> Any:
     """A group on the GPU that nobody else holds, and that uses symmetric tensors of a few MiB in place."""
-    from symcomm.cuda.group import CudaGroup, Limits
+    from symcomm.cuda.group import CudaGroup, CudaLimits
     from tests.support.faults import join_group
 
     torch.cuda.set_device(0)
     core = join_group(rank, world, folder, 30.0)
-    limits = Limits(one_shot_bytes=DIRECT, direct_bytes=DIRECT)
-    gpu = core.__dict__["_device_groups"] = {0: CudaGroup(core, 0, limits)}
-    gpu[0].all_reduce(torch.ones(4, device="cuda"))
-    gpu[0].synchronize()
+    limits = CudaLimits(one_shot_bytes=DIRECT, direct_bytes=DIRECT)
+    gpu = core.attached["CudaGroup", 0] = CudaGroup(core, 0, limits)
+    gpu.all_reduce(torch.ones(4, device="cuda"))
+    gpu.synchronize()
     core.barrier()
-    return gpu[0]
+    return gpu
 
 
 def symmetric(value: float, n: int = N) -> Any:

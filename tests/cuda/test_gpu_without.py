@@ -241,7 +241,7 @@ def test_a_prepared_kernel_starts_once_the_hosts_have_met(tmp_path: Path):
     assert address is not None
     prepared = native.prepare_kernel(address, (77, 3, 256, 1000, 250), (0, 0, 31, 0), (0, 0, 32, 0))
     group = init(f"file://{tmp_path}/store", 0, 1)
-    plan = group.load_plan(Plan(Collective.ALL_REDUCE, 0, 1, 4 | ON_DEVICE, 0, 0, 0, "arrival"))
+    plan = group.executor.load_plan(Plan(Collective.ALL_REDUCE, 0, 1, 4 | ON_DEVICE, 0, 0, 0, "arrival"))
     before = group.call_stats()["collectives"]
     for half, value in ((1, 5), (0, 6)):
         assert native.run_prepared(group.handle, plan, 10**9, 0, prepared, half, 9, 4096, value) == 0

@@ -75,7 +75,7 @@ def test_fork_frees_nothing_that_a_failed_group_holds(hosts):
     kept: list = []
     symcomm.spawn(_fails, 2, (kept,), mode="threads", hosts=hosts, deadline=30)
     gc.collect()
-    assert len(kept) == 2 and all(group._failure is not None for group in kept)
+    assert len(kept) == 2 and all(group.failure is not None for group in kept)
     assert _in_child(lambda: None) == 0
 
 

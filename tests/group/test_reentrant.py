@@ -18,11 +18,10 @@ import torch
 
 import symcomm
 from symcomm import errors
-from symcomm.group import hooks
+from symcomm.group import hooks, local
 from symcomm.group.buffers import Buffer
+from symcomm.group.executor import LocalExecutor
 from symcomm.group.factory import make_group
-from symcomm.group.local import LocalGroup
-from symcomm.group.meeting import meet
 from symcomm.group.p2p import MessageWork
 from symcomm.group.work import Work
 from symcomm.memory import arena as arenas
@@ -104,14 +103,14 @@ def test_a_file_store_called_within_its_own_call_is_refused(tmp_path: Path, monk
 def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal may come while works are looked through; its handler starts works of the same group."""
     inner: list[Any] = []
-    mine, poll = torch.ones(2), Work.poll
+    mine, is_completed = torch.ones(2), Work.is_completed
 
-    def interrupt(group: Any) -> None:
-        if not inner and "works" in vars(group) and group._keep_lock.locked():
+    def interrupt(executor: Any) -> None:
+        if not inner and "works" in vars(executor) and executor._keep_lock.locked():
             inner.append(None)
             inner[0] = group.all_reduce(mine, async_op=True)
 
-    class Interrupted(LocalGroup):
+    class Interrupted(LocalExecutor):
         @property
         def pending(self) -> list[Work]:
             interrupt(self)
@@ -122,12 +121,13 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
             interrupt(self)
             vars(self)["works"] = works
 
-    def interrupted(work: Any, timeout: int) -> bool:
-        interrupt(work._group)
-        return poll(work, timeout)
+    def interrupted(work: Any) -> bool:
+        interrupt(group.executor)
+        return is_completed(work)
 
-    monkeypatch.setattr(Work, "poll", interrupted)
-    group, theirs = Interrupted(meet(0, 1, lambda item: [item], 60.0, None, [0])), torch.ones(2)
+    monkeypatch.setattr(Work, "is_completed", interrupted)
+    monkeypatch.setattr(local, "LocalExecutor", Interrupted)
+    group, theirs = make_group(0, 1, lambda item: [item]), torch.ones(2)
     works = [group.all_reduce(theirs, op="avg", async_op=True) for _ in range(2)]
     for work in works + inner:
         work.wait()
@@ -167,12 +167,12 @@ def test_messages_within_messages(monkeypatch: pytest.MonkeyPatch) -> None:
         completed = MessageWork.is_completed
 
         def interrupted(work: Any) -> bool:
-            if not inner and group._keep_lock.locked():
+            if not inner and group.messages._keep_lock.locked():
                 inner.append(group.isend(torch.full((1,), 7.0), 0, tag=9))
             return completed(work)
 
         monkeypatch.setattr(MessageWork, "is_completed", interrupted)
-        group._sweep_at = 1
+        group.messages._sweep_at = 1
         work = group.isend(torch.ones(1), 0)
         t = torch.zeros(1)
         group.recv(t, 0)

@@ -67,7 +67,7 @@ class CudaFailures:
         self._has_captured = False
         self.watchdog = Watchdog(self)
         ref = weakref.ref(self)
-        core.letting_go.append(lambda: (this := ref()) is not None and this.found())
+        core.state.letting_go.append(lambda: (this := ref()) is not None and this.found())
 
     # --- for callers ------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class CudaFailures:
                 work.fail(error)
             self.error = error
             if self._is_first:
-                core.fail(lambda: error)
+                core.state.fail(lambda: error)
         self._settled.set()
 
     # --- descriptions -----------------------------------------------------------------------------------------

@@ -41,12 +41,11 @@ MARK = 0x53594D47  # tells an envelope from a message of host memory
 
 def cuda_messages(core: ProcessGroup, device: int) -> CudaMessages:
     """A rank's messages on a GPU, made on first use, by it alone."""
-    made = core.__dict__.setdefault("_cuda_messages", {})
-    if device not in made:
+    if (made := core.attached.get(("CudaMessages", device))) is None:
         devices.need_cuda("messages of CUDA tensors")
         with devices.current(device):
-            made[device] = CudaMessages(core, device)
-    return made[device]
+            made = core.attached["CudaMessages", device] = CudaMessages(core, device)
+    return made
 
 
 _living: weakref.WeakSet[CudaMessages] = weakref.WeakSet()

@@ -24,7 +24,7 @@ from symcomm.group.p2p import Message
 from symcomm.group.refusal import Refusals
 from symcomm.ops import OPS
 
-__all__ = ["GROUP_CALLS", "CallHooks", "HookCalls", "HookMethods", "HookOpName", "PostHookArgs", "PreHookArgs"]
+__all__ = ["GROUP_CALLS", "CallHooks", "HookMethods", "HookOpName", "PostHookArgs", "PreHookArgs"]
 
 
 @dataclass
@@ -187,7 +187,7 @@ GROUP_CALLS = _GroupCalls()
 
 
 class HookMethods:
-    """Mixed into every kind of group: how hooks are registered with ``call_hooks``."""
+    """Mixed into every kind of group: its methods that register hooks with ``call_hooks``."""
 
     supports_abort_hooks: Any = True  # or a property
     supports_completion_hooks: Any = True
@@ -216,36 +216,3 @@ class HookMethods:
 
     def unregister_abort_hook(self, hook_id: int) -> None:
         self.call_hooks.unregister("abort", hook_id)
-
-
-class HookCalls(HookMethods):
-    """Mixed into ProcessGroup. Costs nothing until somebody registers a hook."""
-
-    name: str
-
-    @property
-    def interception(self) -> Interception:
-        """What intercepts the calls of this group."""
-        made = vars(self).get("_interception")
-        if made is None:
-            fresh = Interception()
-            made = vars(self).setdefault("_interception", fresh)
-            if made is fresh:
-                fresh.add_facade(self, GROUP_CALLS)
-        return made
-
-    @property
-    def call_hooks(self) -> CallHooks:
-        return vars(self).get("_call_hooks") or vars(self).setdefault("_call_hooks", CallHooks(self.interception))
-
-    def take_over_hooks(self, older: HookCalls) -> None:
-        """This group replaces ``older``, and takes over its hooks."""
-        hooks: CallHooks | None = vars(older).get("_call_hooks")
-        if hooks is not None:
-            hooks.move_to(self.call_hooks)
-
-    def run_abort_hooks(self) -> None:
-        """This rank aborted the group, or learned that it has failed."""
-        hooks: CallHooks | None = vars(self).get("_call_hooks")
-        if hooks is not None:
-            hooks.run_abort_hooks()

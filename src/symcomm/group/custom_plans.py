@@ -6,7 +6,7 @@ What ranks compare when they arrive also holds the plan's name, so that it meets
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from symcomm import errors
@@ -22,12 +22,14 @@ Reach = dict[tuple[Space, int], int]  # how many bytes of the caller's tensors, 
 class CustomCall:
     """One call of run_plan."""
 
-    def __init__(self, group: Any, name: str, plan: Plan, inputs: Any, outputs: Any):
+    def __init__(self, ranks: tuple[int, int], most: int, name: str, plan: Plan, inputs: Any, outputs: Any):
+        """``ranks``: this one, and how many there are; ``most``: bytes that a plan may stage."""
         if not isinstance(name, str) or not name:
             raise errors.wrong_type("run_plan", "name", name, "what errors are to call it")
         if not isinstance(plan, Plan):
             raise errors.wrong_type(name, "plan", type(plan).__name__, "a symcomm.collectives.Plan")
-        self._group, self._name, self._plan = group, name, plan
+        self._rank, self._size = ranks
+        self._most, self._name, self._plan = most, name, plan
         self.result = _listed(outputs)
         self.inputs = [read_buffer(name, f"inputs[{i}]", t) for i, t in enumerate(_listed(inputs))]
         self.outputs = [write_buffer(name, f"outputs[{i}]", t) for i, t in enumerate(self.result)]
@@ -36,7 +38,7 @@ class CustomCall:
         self._sizes = tuple([buffer.nbytes for buffer in first])
         self.key = (name, id(plan), self._sizes)
 
-    def load(self) -> tuple[tuple[Plan, Reach], Any]:
+    def load(self, load_plan: Callable[[Plan], Any]) -> tuple[tuple[Plan, Reach], Any]:
         """The plan, which keeps its id, with what it uses of tensors; and as the core runs it."""
         plan = self._plan
         try:
@@ -45,16 +47,15 @@ class CustomCall:
             stage = native.plan_stage_bytes(native.make_plan(ready.encode()))
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             self._refuse("plan", str(error), "one that the core can run safely")
-        for field, ours, its in (("world", self._group.size, plan.world), ("rank", self._group.rank, plan.rank)):
+        for field, ours, its in (("world", self._size, plan.world), ("rank", self._rank, plan.rank)):
             if ours != its:
                 self._refuse(f"plan.{field}", its, f"the group's, {ours}")
-        most = self._group.plan_limits.stage_bytes
-        if stage > most:
-            self._refuse("plan", f"one that stages {stage} bytes", f"one that stages at most {most}")
+        if stage > self._most:
+            self._refuse("plan", f"one that stages {stage} bytes", f"one that stages at most {self._most}")
         moves = list(_moves(plan))
         if any(isinstance(step, Reduce) for step, _ in moves) and not native.reduce_defined(plan.dtype, plan.redop):
             self._refuse("plan.redop", RedOpType(plan.redop).name, f"defined for {DType(plan.dtype).label}")
-        return (plan, _reach(moves)), self._group.load_plan(ready)
+        return (plan, _reach(moves)), load_plan(ready)
 
     def _count(self) -> int:
         plan, sizes = self._plan, self._sizes

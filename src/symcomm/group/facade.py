@@ -1,22 +1,22 @@
-"""The collectives of every kind of group: one method each, whatever executes it.
+"""The calls of every kind of group: one method each, whatever executes it.
 
-A blocking call of a kind seen before is found in the group's dispatch cache and is one call of the core. Any other is
-checked, becomes a request (request.py), and is executed: on one host (local.py), across hosts (symcomm.hierarchical),
-or on a GPU's streams (symcomm.cuda).
+A blocking collective of a kind seen before is found in the group's dispatch cache and is one call of the core. Any
+other is checked and becomes a request (request.py), which the group's executor runs: on one host (executor.py), across
+hosts (symcomm.hierarchical), or on a GPU's streams (symcomm.cuda). Messages go to an object of the group's as well.
 """
 
 from __future__ import annotations
 
 import array
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group import request
 from symcomm.group.buffers import (
-    Buffer,
     in_turn,
     overwrite_all,
     read_buffer,
@@ -24,8 +24,12 @@ from symcomm.group.buffers import (
     write_buffer,
     write_list,
 )
+from symcomm.group.executor import Executor
+from symcomm.group.failure import call_site
+from symcomm.group.p2p import ANY_SOURCE, Message
 from symcomm.group.refusal import Refusals
-from symcomm.group.request import Request, Views
+from symcomm.group.request import Request, Views, plain_op, rooted
+from symcomm.group.state import GroupState
 from symcomm.group.work import Batch, Timeout
 from symcomm.ops import numbers_of
 from symcomm.types import DType, RedOpType
@@ -39,19 +43,52 @@ _GATHER, _GATHER_SINGLE, _SCATTER = numbers_of("gather", "gather_single", "scatt
 [_ALL_TO_ALL_SINGLE] = numbers_of("all_to_all_single")
 
 
-class Collectives:
-    """What all groups have in common for their callers. A group provides ``execute`` and the dispatch cache."""
+class Messenger(Protocol):
+    """A group's messages."""
+
+    def send(self, tensor: Any, peer: int, tag: int, timeout: Timeout) -> None: ...
+
+    def recv(self, tensor: Any, peer: int, tag: int, timeout: Timeout) -> int: ...
+
+    def isend(self, tensor: Any, peer: int, tag: int) -> Any: ...
+
+    def irecv(self, tensor: Any, peer: int, tag: int) -> Any: ...
+
+    def batch(self, messages: Sequence[Message]) -> list[Any]: ...
+
+
+class GroupCalls:
+    """What all groups have in common for their callers. A group owns an executor and messages."""
 
     rank: int
     size: int
     name: str
+    state: GroupState
     views: Views = HOST_VIEWS
-    timeout_ns: int
     # (call, root or op, input, output) -> 0, a failure, or -1: the core knows no such call
     _run_cached: Callable[..., int] = native.run_uncached
-    execute: Callable[[Request, bool, Timeout], Any]
-    raise_failure: Callable[[int, str], None]
-    refuse: Callable[[Exception], None]  # tells the others that this rank makes no call, and why; see refusal.py
+
+    @property
+    @abstractmethod
+    def executor(self) -> Executor: ...
+
+    @property
+    @abstractmethod
+    def messages(self) -> Messenger: ...
+
+    def _go_on(
+        self, status: int, ask: Callable[..., Request], args: tuple[Any, ...], async_op: Any, timeout: Timeout
+    ) -> Any:
+        """What is left of a call after the core: all of it, or to say how it failed there (``status`` above 0).
+        ``ask`` makes a request of the arguments."""
+        if status > 0:
+            raise self.state.fail_with_status(status, ask.__name__, call_site(2), None)
+        with Refusals(self):
+            return self.executor.execute(ask(self, *args), async_op, timeout)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the others that this rank makes no call, and why."""
+        self.executor.refuse(error)
 
     # --- reductions -------------------------------------------------------------------------------------------
 
@@ -59,29 +96,25 @@ class Collectives:
         """Combine ``tensor`` over all ranks, in place.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if async_op is False and timeout is None:
             status = self._run_cached(_ALL_REDUCE, op, tensor, tensor)
-            if status >= 0:
-                return self.raise_failure(status, "all_reduce") if status else None
-            if (plain := request.plain_op(op)) is not op:
-                return Collectives.all_reduce(self, tensor, plain)
-        with Refusals(self):
-            return self.execute(request.all_reduce(self, tensor, op), async_op, timeout)
+            if status and type(op) is not RedOpType:
+                status = self._run_cached(_ALL_REDUCE, op := plain_op(op), tensor, tensor)
+        return self._go_on(status, request.all_reduce, (tensor, op), async_op, timeout) if status else None
 
     def reduce(self, tensor: Any, root: int = 0, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        detail = root << 8 | op if type(root) is int and type(op) is RedOpType else None  # rooted(), inlined
+        status = -1
         if async_op is False and timeout is None:
-            # request.rooted(), of which a call would take a tenth of this one's time
-            detail = root << 8 | op if type(root) is int and type(op) is RedOpType else None
             status = self._run_cached(_REDUCE, detail, tensor, tensor)
-            if status >= 0:
-                return self.raise_failure(status, "reduce") if status else None
-            if (plain := request.plain_op(op)) is not op:
-                return Collectives.reduce(self, tensor, root, plain)
-        with Refusals(self):
-            return self.execute(request.reduce(self, tensor, root, op), async_op, timeout)
+            if status and type(op) is not RedOpType:
+                op = plain_op(op)
+                status = self._run_cached(_REDUCE, rooted(root, op), tensor, tensor)
+        return self._go_on(status, request.reduce, (tensor, root, op), async_op, timeout) if status else None
 
     def reduce_scatter_single(
         self, output: Any, input: Any, op: Any = SUM, async_op: bool = False, timeout: Timeout = None
@@ -89,14 +122,16 @@ class Collectives:
         """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if async_op is False and timeout is None:
             status = self._run_cached(_REDUCE_SCATTER_SINGLE, op, input, output)
-            if status >= 0:
-                return self.raise_failure(status, "reduce_scatter_single") if status else None
-            if (plain := request.plain_op(op)) is not op:
-                return Collectives.reduce_scatter_single(self, output, input, plain)
-        with Refusals(self):
-            return self.execute(request.reduce_scatter_single(self, output, input, op), async_op, timeout)
+            if status and type(op) is not RedOpType:
+                status = self._run_cached(_REDUCE_SCATTER_SINGLE, op := plain_op(op), input, output)
+        return (
+            self._go_on(status, request.reduce_scatter_single, (output, input, op), async_op, timeout)
+            if status
+            else None
+        )
 
     def reduce_scatter(
         self, output: Any, inputs: Sequence[Any], op: Any = SUM, async_op: bool = False, timeout: Timeout = None
@@ -104,14 +139,12 @@ class Collectives:
         """Like reduce_scatter_single, with a list of pieces; they may differ in size.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if async_op is False and timeout is None:
             status = self._run_cached(_REDUCE_SCATTER, op, inputs, output)
-            if status >= 0:
-                return self.raise_failure(status, "reduce_scatter") if status else None
-            if (plain := request.plain_op(op)) is not op:
-                return Collectives.reduce_scatter(self, output, inputs, plain)
-        with Refusals(self):
-            return self.execute(request.reduce_scatter(self, output, inputs, op), async_op, timeout)
+            if status and type(op) is not RedOpType:
+                status = self._run_cached(_REDUCE_SCATTER, op := plain_op(op), inputs, output)
+        return self._go_on(status, request.reduce_scatter, (output, inputs, op), async_op, timeout) if status else None
 
     # --- copies -----------------------------------------------------------------------------------------------
 
@@ -119,34 +152,28 @@ class Collectives:
         """Everybody's ``tensor`` becomes ``root``'s.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if async_op is False and timeout is None:
             status = self._run_cached(_BROADCAST, root, tensor, tensor)
-            if status >= 0:
-                return self.raise_failure(status, "broadcast") if status else None
-        with Refusals(self):
-            return self.execute(request.broadcast(self, tensor, root), async_op, timeout)
+        return self._go_on(status, request.broadcast, (tensor, root), async_op, timeout) if status else None
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
         """``output`` becomes all ranks' ``input``, one after the other.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if async_op is False and timeout is None:
             status = self._run_cached(_ALL_GATHER_SINGLE, 0, input, output)
-            if status >= 0:
-                return self.raise_failure(status, "all_gather_single") if status else None
-        with Refusals(self):
-            return self.execute(request.all_gather_single(self, output, input), async_op, timeout)
+        return self._go_on(status, request.all_gather_single, (output, input), async_op, timeout) if status else None
 
     def all_gather(self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
         """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if async_op is False and timeout is None:
             status = self._run_cached(_ALL_GATHER, 0, input, outputs)
-            if status >= 0:
-                return self.raise_failure(status, "all_gather") if status else None
-        with Refusals(self):
-            return self.execute(request.all_gather(self, outputs, input), async_op, timeout)
+        return self._go_on(status, request.all_gather, (outputs, input), async_op, timeout) if status else None
 
     def gather(
         self, outputs: Sequence[Any] | None, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
@@ -154,12 +181,10 @@ class Collectives:
         """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if async_op is False and timeout is None:
             status = self._run_cached(_GATHER, root, input, outputs)
-            if status >= 0:
-                return self.raise_failure(status, "gather") if status else None
-        with Refusals(self):
-            return self.execute(request.gather(self, outputs, input, root), async_op, timeout)
+        return self._go_on(status, request.gather, (outputs, input, root), async_op, timeout) if status else None
 
     def gather_single(
         self, output: Any, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
@@ -167,12 +192,10 @@ class Collectives:
         """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if async_op is False and timeout is None:
             status = self._run_cached(_GATHER_SINGLE, root, input, output)
-            if status >= 0:
-                return self.raise_failure(status, "gather_single") if status else None
-        with Refusals(self):
-            return self.execute(request.gather_single(self, output, input, root), async_op, timeout)
+        return self._go_on(status, request.gather_single, (output, input, root), async_op, timeout) if status else None
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int = 0, async_op: bool = False, timeout: Timeout = None
@@ -180,12 +203,10 @@ class Collectives:
         """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if async_op is False and timeout is None:
             status = self._run_cached(_SCATTER, root, inputs, output)
-            if status >= 0:
-                return self.raise_failure(status, "scatter") if status else None
-        with Refusals(self):
-            return self.execute(request.scatter(self, output, inputs, root), async_op, timeout)
+        return self._go_on(status, request.scatter, (output, inputs, root), async_op, timeout) if status else None
 
     # --- all to all -------------------------------------------------------------------------------------------
 
@@ -198,14 +219,13 @@ class Collectives:
         Splits count rows of dimension 0, as in torch; without them the pieces are equal.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if output_splits is None and input_splits is None and async_op is False and timeout is None:
             status = self._run_cached(_ALL_TO_ALL_SINGLE, 0, input, output)
-            if status >= 0:
-                return self.raise_failure(status, "all_to_all_single") if status else None
-        with Refusals(self):
-            agree = partial(self._agree_on_splits, timeout)
-            checked = request.all_to_all_single(self, output, input, output_splits, input_splits, agree)
-            return self.execute(checked, async_op, timeout)
+        if not status:
+            return None
+        args = (output, input, output_splits, input_splits, partial(self._agree_on_splits, timeout))
+        return self._go_on(status, request.all_to_all_single, args, async_op, timeout)
 
     def all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
@@ -213,13 +233,12 @@ class Collectives:
         """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        with Refusals(self):
-            checked = request.all_to_all(self, outputs, inputs, partial(self._agree_on_splits, timeout))
-            return self.execute(checked, async_op, timeout)
+        args = (outputs, inputs, partial(self._agree_on_splits, timeout))
+        return self._go_on(-1, request.all_to_all, args, async_op, timeout)
 
     def _agree_on_splits(self, timeout: Timeout, call: str, sent: Sequence[int], got: Sequence[int]) -> Any:
         """Everybody's split sizes, so that each rank knows where in a peer's input its piece lies."""
-        everyone = self._all_gather_array(call, array.array("q", [*sent, *got]), DType.INT64, timeout)
+        everyone = self.executor.all_gather_array(call, array.array("q", [*sent, *got]), DType.INT64, timeout)
         width = 2 * self.size
         return request.check_splits(call, [everyone[width * r : width * (r + 1)] for r in range(self.size)])
 
@@ -289,32 +308,52 @@ class Collectives:
         """Return once every rank has come.
 
         Raises: CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
         if async_op is False and timeout is None:
             status = self._run_cached(_BARRIER, 0, None, None)
-            if status >= 0:
-                return self.raise_failure(status, "barrier") if status else None
-        with Refusals(self):
-            return self.execute(request.barrier(), async_op, timeout)
+        return self._go_on(status, request.barrier, (), async_op, timeout) if status else None
 
     def all_gather_bytes(self, item: bytes, timeout: Timeout = None) -> list[bytes]:
         """Everybody's bytes, of any length, in rank order."""
         call = "all_gather_bytes"
         with Refusals(self):
-            lengths = self._all_gather_array(call, array.array("q", [len(item)]), DType.INT64, timeout)
-            everyone = self._all_gather_array(call, array.array("B", item), DType.UINT8, timeout, tuple(lengths))
+            gather = self.executor.all_gather_array
+            lengths = gather(call, array.array("q", [len(item)]), DType.INT64, timeout)
+            everyone = gather(call, array.array("B", item), DType.UINT8, timeout, tuple(lengths))
         ends = [sum(lengths[: r + 1]) for r in range(self.size)]
         return [everyone[end - n : end].tobytes() for end, n in zip(ends, lengths, strict=True)]
 
-    def _all_gather_array(
-        self, call: str, mine: array.array[Any], dtype: DType, timeout: Timeout, sizes: tuple[int, ...] | None = None
-    ) -> array.array[Any]:
-        """Everybody's array, one after the other; ``sizes``: their lengths, where they differ."""
-        sizes = sizes or (len(mine),) * self.size
-        everyone = array.array(mine.typecode, bytes(mine.itemsize * sum(sizes)))
-        source, out = (Buffer(a.buffer_info()[0], len(a), dtype, a) for a in (mine, everyone))
-        asked = Request("all_gather_single", [source], [out], [], sizes, dtype, call=call)
-        self.execute(asked, False, timeout)
-        return everyone
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
+        """Returns once ``tensor`` may be changed again.
+
+        Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
+        self.messages.send(tensor, peer, tag, timeout)
+
+    def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
+        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank.
+
+        Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
+        return self.messages.recv(tensor, peer, tag, timeout)
+
+    def isend(self, tensor: Any, peer: int, tag: int = 0) -> Any:
+        """Start a send; ``wait()`` before changing ``tensor``.
+
+        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
+        return self.messages.isend(tensor, peer, tag)
+
+    def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> Any:
+        """Start a receive; ``wait()`` before reading ``tensor``.
+
+        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
+        return self.messages.irecv(tensor, peer, tag)
+
+    def batch(self, messages: Sequence[Message]) -> list[Any]:
+        """Start several sends and receives at once.
+
+        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
+        return self.messages.batch(messages)
 
 
 def _listed(call: str, name: str, tensors: Any) -> Sequence[Any]:

@@ -1,6 +1,5 @@
-"""LocalGroup: ranks of one host that act together on symmetric memory.
-
-A request becomes a plan, from the cache or from ``collectives``, which the core runs."""
+"""LocalGroup: ranks of one host that act together on symmetric memory: how it is made, how ranks leave it, and groups
+of a part of them. Its calls are the facade's (facade.py); executor.py runs them, p2p.py has its messages."""
 
 from __future__ import annotations
 
@@ -10,22 +9,18 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
-from symcomm import collectives, errors
 from symcomm._core import native
-from symcomm.collectives.plan import Plan
 from symcomm.group import hooks, registry
-from symcomm.group.buffers import Buffer
-from symcomm.group.custom_plans import CustomCall
-from symcomm.group.failure import Site, Status, call_site, check_living, explain, format_site
+from symcomm.group.executor import LocalExecutor
+from symcomm.group.failure import call_site, check_living
 from symcomm.group.inline_async import inline_polls
 from symcomm.group.leaving import await_others, retire
 from symcomm.group.meeting import Meeting, meet_again
+from symcomm.group.p2p import LocalMessages
 from symcomm.group.process_group import ProcessGroup
-from symcomm.group.refusal import Refusals, Settled, pack, refused, settled
-from symcomm.group.request import Request
-from symcomm.group.work import Timeout, Work, batch_of, no_thread, to_ns
+from symcomm.group.refusal import settled
+from symcomm.group.work import Timeout
 from symcomm.memory.arena import Arena, current_arena
 from symcomm.memory.share import Exchange, GroupNotBuilt
 
@@ -38,10 +33,6 @@ YIELD_NS = 100_000
 MEETING_LOOKS = 1000  # for ranks that are about to have made the group, too; about 10 us
 MEETING_FIRST, MEETING_LAST = 0.00002, 0.005  # seconds between two such looks
 GAVE_UP = b"!"  # before why a rank cannot take part; what others say is JSON
-FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
-
-
-Buffers = tuple[Sequence[Buffer], Sequence[Buffer]]  # read, and written
 
 
 def _locate() -> int:
@@ -80,12 +71,12 @@ def leave_groups_of(arena: Arena) -> None:
 class LocalGroup(ProcessGroup):
     """Made from what its ranks, which share memory, learned of each other when they met (see factory.py)."""
 
+    executor: LocalExecutor
     _spin_ns, _yield_ns = SPIN_NS, YIELD_NS
     _operations = 0  # that count as done when a group is made; the same on all ranks
 
     def __init__(self, met: Meeting, name: str = "world", timeout: Timeout = None):
         super().__init__(met.rank, met.size, name, timeout, met.part.given, met.members)
-        self._sweep_at = 16
         with met.part.at_risk():
             self._build(met)
         registry.add(self)
@@ -94,10 +85,9 @@ class LocalGroup(ProcessGroup):
     def _build(self, met: Meeting) -> None:
         met.check_alike(self.name)
         self.peers, self.plan_limits, part = list(met.peers), met.limits(), met.part
-        self._offset, self._stage, self._reserved = part.offset, part.offset + part.stage, 0
+        self._offset = part.offset
         starts = [peer.base + f["offset"] for peer, f in zip(self.peers, met.facts, strict=True)]
         own_process = sum(p.pid == os.getpid() for p in self.peers) == 1
-        self._inline_polls = inline_polls(self.size, own_process)
         self.handle = native.Group(
             rank=self.rank,
             world=self.size,
@@ -118,6 +108,11 @@ class LocalGroup(ProcessGroup):
             timeout_ns=self.timeout_ns,
         )
         self._run_cached = self.handle.run_cached
+        state = self.state
+        state.handle = state.mailbox = self.handle
+        state.peers = self.peers
+        polls = inline_polls(self.size, own_process)
+        self._own(LocalExecutor(state, self.plan_limits, part.offset + part.stage, polls), LocalMessages(state))
         self.handle.keep((self.arena, *self.peers))
         _living.add(self)
         self._retire = weakref.finalize(self, retire, self.handle, self.arena, part.offset, self.exposed)
@@ -133,163 +128,6 @@ class LocalGroup(ProcessGroup):
             time.sleep(pause)
             pause = min(1.5 * pause, MEETING_LAST)
 
-    def change_timeout(self, nanoseconds: int) -> None:
-        super().change_timeout(nanoseconds)
-        self.handle.set_timeout(nanoseconds)
-
-    def load_plan(self, plan: Plan) -> Any:
-        """``plan`` as the core runs it. The memory that it stages in is reserved here, so that running out of it is an
-        error at this line. A group that stages nothing has none."""
-        loaded = native.make_plan(plan.encode())
-        self._reserve_stage(native.plan_stage_bytes(loaded))
-        return loaded
-
-    def _reserve_stage(self, nbytes: int) -> None:
-        """Make the pages of ``nbytes`` of each half of this rank's staging area exist."""
-        if nbytes <= self._reserved:
-            return
-        half = self.plan_limits.stage_bytes
-        reach = min(half, max(FIRST_STAGE, 1 << (nbytes - 1).bit_length()))
-        for start in (0, half):
-            self.arena.reserve(self._stage + start, reach)
-        self.handle.reserved(reach)
-        self._reserved = max(self._reserved, reach)
-
-    # --- running ----------------------------------------------------------------------------------------------
-
-    def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Work | None:
-        """Run what was asked for, here and now or, with ``async_op``, in the group's thread."""
-        refusal = request.ask_autograd()
-        op, plan = request.op, self._plan_of(request)
-        if request.key is not None and op.number >= 0:
-            self.handle.cache_plan(op.number, *request.key, plan, self.site_number(3), request.effects)
-        request.keep_apart(self.rank, self.size)
-        buffers = request.inputs, request.outputs
-        work = self._run(request.call, plan, buffers, request.written, request.result, async_op, timeout)
-        if refusal is not None:
-            raise refusal
-        return work
-
-    def _plan_of(self, request: Request) -> Any:
-        op = request.op
-        if op.plan == "barrier":
-            return self.cached_plan(_barrier)
-        args = [request.sizes, request.dtype]
-        if op.reduces:
-            args.append(request.redop)
-        if op.rooted:
-            args.append(request.root)
-        if op.listed is not None:
-            args.append(op.listed)
-        return self.cached_plan(getattr(collectives, op.plan), *args)
-
-    def cached_plan(self, build: Callable[..., Plan], *args: Any) -> Any:
-        """The loaded plan for these arguments; plans are kept for the life of the group."""
-        make = functools.partial(build, self.rank, self.size, *args, limits=self.plan_limits)
-        return self.kept_plan((build, args), lambda: self.load_plan(make()))
-
-    def run_plan(
-        self, name: str, plan: Plan, inputs: Any = (), outputs: Any = (), async_op: bool = False,
-        timeout: Timeout = None,
-    ) -> Work | None:  # fmt: skip
-        with Refusals(self):
-            own = CustomCall(self, name, plan, inputs, outputs)
-            checked, loaded = self.kept_plan(own.key, own.load)
-            own.check_tensors(checked)
-            written = tuple([buffer.written for buffer in own.outputs])
-            return self._run(name, loaded, (own.inputs, own.outputs), written, own.result, async_op, timeout)
-
-    def _run(
-        self, call: str, plan: Any, buffers: Buffers, written: tuple[Any, ...], result: Sequence[Any], async_op: bool,
-        timeout: Timeout,
-    ) -> Work | None:  # fmt: skip
-        """``buffers``: inputs and outputs; ``written``: tensors that autograd shall know to be written."""
-        inputs, outputs = buffers
-        timeout_ns = self.timeout_ns if timeout is None else to_ns(call, timeout)
-        if self.pending:
-            self._refresh_copies([b for b in (*outputs, *inputs) if b.original is not None])
-        ins = tuple([b.address for b in inputs])
-        outs = tuple([b.address for b in outputs])
-        if self._failure is not None:
-            self.check_usable()
-        if async_op:
-            return self._submit(
-                call, plan, buffers, written, result, (ins, outs), timeout_ns, batch_of(async_op)
-            )  # fmt: skip
-        started = time.monotonic()
-        status = self.handle.run(plan, ins, outs, timeout_ns, self.site_number(3), written)
-        if status:
-            raise self.fail_with_status(status, call, call_site(3), time.monotonic() - started, explain)
-        for buffer in outputs:
-            if buffer.target is not None:
-                with Settled():
-                    buffer.finish()
-        return None
-
-    def _submit(
-        self, call: str, plan: Any, buffers: Buffers, written: tuple[Any, ...], result: Sequence[Any],
-        addresses: tuple[Any, Any], timeout_ns: int, batch: Any,
-    ) -> Work:  # fmt: skip
-        site, (inputs, outputs) = call_site(4), buffers
-        work = Work(self, call, site, outputs, result, (inputs, written, plan))
-        callback = work.copy_out_in_core if any(b.target is not None for b in outputs) else None
-        where = self.arena.flight.site(site)
-        self._keep(work)
-        try:
-            work.request = self.handle.submit(plan, *addresses, timeout_ns, where, written, callback, batch)
-        except OSError as error:
-            self.pending.remove(work)
-            raise no_thread("asynchronous operations", error) from None
-        except BaseException:
-            self.handle.abort()  # an interrupt: nobody knows whether it was submitted
-            raise
-        return work
-
-    def _refresh_copies(self, copies: Sequence[Buffer]) -> None:
-        """A copy of a tensor must hold what operations before this one make of it."""
-        for copy in copies:
-            before = [w for w in list(self.pending) if any(copy.touches(out) for out in w.outputs)]
-            for work in before:
-                work.poll(0)
-            if before:
-                copy.refresh()
-
-    def site_number(self, depth: int) -> int:
-        """The caller's place, as the flight recorder knows it."""
-        return self.arena.flight.site(call_site(depth + 1))
-
-    def raise_failure(self, status: int, call: str) -> None:
-        """What the dispatch cache's run ended with: nothing to say, or why the operation failed."""
-        if status:
-            raise self.fail_with_status(status, call, call_site(2), None, explain)
-
-    def fail_with_status(
-        self, status: int, call: str, site: Site, seconds: float | None, explain: Callable[..., Any]
-    ) -> errors.SymcommError:
-        """The exception for an operation that the core ended with ``status``."""
-        if status & 0xFF == Status.NESTED:
-            return errors.nested(call, self.name)
-        if status & 0xFF == Status.REFUSED:
-            told = self.handle.refusal(status >> 8)
-            return refused(f"{call} #{status >> 8} on group {self.name!r}", told and told[1])
-        return self.fail(lambda: explain(self, status, call, site, seconds))
-
-    def refuse(self, error: Exception) -> None:
-        if self.size > 1 and self._failure is None:
-            site = call_site(2)
-            told = pack(self.rank, error, format_site(site))
-            self.handle.refuse(told, self.timeout_ns, self.arena.flight.site(site))
-
-    def may_run_inline(self) -> bool:
-        """Whether an asynchronous call may run inline: nothing is queued before it, and all others have arrived."""
-        last = self.pending[-1:]
-        return (
-            self._inline_polls > 0
-            and self._failure is None
-            and (not last or last[0].settled)  # they end in order
-            and self.handle.announce(self._inline_polls)
-        )
-
     # --- state ------------------------------------------------------------------------------------------------
 
     @property
@@ -304,12 +142,12 @@ class LocalGroup(ProcessGroup):
         return dict(zip(("looked", "yielded", "slept"), self.handle.waits(), strict=False))
 
     def abort(self) -> None:
-        self.run_abort_hooks()
+        self.call_hooks.run_abort_hooks()
         self.handle.abort()
 
     def _leave(self) -> None:
         self._retire()
-        self.pending = []
+        self.executor.pending = []
 
     def departures(self) -> Callable[[float], None]:
         return functools.partial(await_others, self.handle)
@@ -382,7 +220,3 @@ class ParentExchange:
         if not self._is_over:
             why = str(error) or type(error).__name__
             self._group.all_gather_bytes(GAVE_UP + why.encode(errors="replace"), self._timeout)
-
-
-def _barrier(rank: int, world: int, limits: Any) -> Plan:
-    return collectives.barrier(rank, world)

@@ -1,10 +1,13 @@
-"""Point-to-point calls of a process group."""
+"""Messages between two ranks of a group.
+
+The core matches them, in a mailbox of each rank that its peers have mapped; works here say how they ended."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +17,13 @@ from symcomm._core import native
 from symcomm.errors import format_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.chains import Continuation, continued
-from symcomm.group.facade import Collectives
-from symcomm.group.failure import Site, Status, call_site, explain
+from symcomm.group.failure import Site, Status, call_site
 from symcomm.group.standoff import ANY_SOURCE, format_message, format_standoff, warn
-from symcomm.group.work import Outcome, Timeout, no_thread, to_ns
+from symcomm.group.state import GroupState
+from symcomm.group.work import LOOK, Outcome, Timeout, to_ns
 from symcomm.types import DType
 
-__all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork", "wait_in_thread"]
+__all__ = ["ANY_SOURCE", "LocalMessages", "Message", "MessageWork", "Messages", "wait_in_thread"]
 
 STATUS_SIZE = native.STATUS_SIZE
 
@@ -68,31 +71,33 @@ def wait_in_thread(work: Any, callback: Callable[[], None]) -> None:
 class AnyMessageWork(Outcome):
     """What works of messages have in common, wherever the messages go."""
 
-    _group: Any
-    _message: Message
     wait: Callable[..., bool]
+
+    def __init__(self, message: Message, group_name: str):
+        self.message, self._group_name = message, group_name
+        self._error: BaseException | None = None
 
     @property
     def what(self) -> str:
-        return format_message(self._message.is_send, self._message.peer, self._message.tag)
+        return format_message(self.message.is_send, self.message.peer, self.message.tag)
 
     def misfit(self, sender: int, nbytes: int, dtype: int, buffer: Buffer) -> errors.BadArgumentError:
         return errors.BadArgumentError(
-            f"{self.what} on group {self._group.name!r}: rank {sender} sent {nbytes} bytes of {DType(dtype).label}, "
+            f"{self.what} on group {self._group_name!r}: rank {sender} sent {nbytes} bytes of {DType(dtype).label}, "
             f"the tensor here has {buffer.nbytes} of {buffer.dtype.label}; make size and dtype equal."
         )
 
     def _late(self, seconds: float, awaited: Sequence[int], why: str = "") -> errors.DeadlineError:
         """The message was withdrawn, which does not harm the group."""
         return errors.DeadlineError(
-            f"{self.what} on group {self._group.name!r} timed out after {format_seconds(seconds)}: "
+            f"{self.what} on group {self._group_name!r} timed out after {format_seconds(seconds)}: "
             f"the other side did not come{f': {why}' if why else ''}. The group can still be used.",
             awaited,
         )
 
     def result(self) -> list[Any]:
         self.wait()
-        return [self._message.tensor]
+        return [self.message.tensor]
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs once the message has left or arrived, or has failed."""
@@ -102,50 +107,56 @@ class AnyMessageWork(Outcome):
 class MessageWork(AnyMessageWork):
     """A send or receive in flight."""
 
-    def __init__(self, group: Any, message: Message, buffer: Buffer, site: Site):
-        self._group = group
+    def __init__(self, state: GroupState, message: Message, buffer: Buffer, site: Site):
+        super().__init__(message, state.name)
+        self._state = state
+        self._group: Any = state.whole()  # until it has ended: nobody else may hold the group
         self.op: Any = None  # until it is posted; for good if an interrupt came first
-        self._message = message
         self.buffer = buffer
         self._site = site
         self.started = time.monotonic()
         self.outcome: tuple[int, int, int, int] | None = None
-        self._error: BaseException | None = None
 
     def settle(self, outcome: tuple[int, int, int, int]) -> None:
-        self.outcome = outcome
+        self.outcome, self._group = outcome, None
         status, peer, got, dtype = outcome
         if status == STATUS_SIZE:
             self._error = self.misfit(peer, got, dtype, self.buffer)
         elif status:
             seconds = time.monotonic() - self.started
-            self._error = self._group.fail_with_status(status, self.what, self._site, seconds, explain)
-        elif not self._message.is_send:
+            self._error = self._state.fail_with_status(status, self.what, self._site, seconds)
+        elif not self.message.is_send:
             self.buffer.finish()
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Block until the message has left (send) or arrived (receive)."""
         if self.outcome is None:
-            given = self._group.timeout_ns if not timeout else to_ns("wait", timeout)
+            given = self._state.timeout_ns if not timeout else to_ns("wait", timeout)
             self._conclude(native.p2p_wait(self.op, given, True), given)
         if self._error is not None:
             raise self._error
         return True
 
+    def failure_of(self, outcome: tuple[int, int, int, int], given_ns: int) -> BaseException:
+        """What it raises after a wait of ``given_ns`` that the core had for it."""
+        self._conclude(outcome, given_ns)
+        assert self._error is not None
+        return self._error
+
     def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
         """The end of a wait of ``given_ns``. After a time-out that withdrew the message the group stays usable."""
-        if outcome[0] != Status.TIMEOUT or self._group.handle.report()["status"]:
+        if outcome[0] != Status.TIMEOUT or self._state.handle.report()["status"]:
             self.settle(outcome)
             return
-        self.outcome, peer = outcome, self._message.peer
+        self.outcome, peer = outcome, self.message.peer
         awaited = [] if peer == ANY_SOURCE else [peer]
-        self._error = self._late(given_ns / 1e9, awaited, format_standoff(self._group, peer))
+        self._error = self._late(given_ns / 1e9, awaited, format_standoff(self._state, peer))
 
     def is_completed(self) -> bool:
         if self.outcome is None and self.op is None:
             return False
         if self.outcome is None:
-            outcome = native.p2p_wait(self.op, -1, False)
+            outcome = native.p2p_wait(self.op, LOOK, False)
             if outcome[0] == Status.TIMEOUT:
                 return False
             self.settle(outcome)
@@ -177,102 +188,90 @@ class MessageWork(AnyMessageWork):
         return self.outcome[1]
 
 
-class MessageCalls(Collectives):
-    """Mixed into ProcessGroup."""
+class Messages(ABC):
+    """The messages of one rank of a group, whatever connects its ranks."""
 
-    handle: native.Group
-    arena: Any
-    _failure: Any
-    _in_flight: list[MessageWork]
-    _sweep_at: int
-    _keep_lock: threading.Lock
-    check_usable: Callable[[], None]
+    def __init__(self, state: GroupState):
+        self.state = state
 
-    def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
-        """Returns once ``tensor`` may be changed again.
+    @abstractmethod
+    def post(self, message: Message, call: str, background: bool) -> Any:
+        """Start a message that ``call`` asks for. ``background``: others may be started before somebody waits."""
 
-        Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if timeout is None and self._failure is None:  # a plain torch tensor: one call of the core
-            outcome = self.handle.exchange(True, peer, tag, tensor)
-            if type(outcome) is int:
-                return
-            self._raise_failure(outcome, Message.send(tensor, peer, tag), read_buffer)
-        self.check_usable()
+    @property
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Whether messages are under way."""
+
+    def send(self, tensor: Any, peer: int, tag: int, timeout: Timeout) -> None:
         if timeout is not None:
             to_ns("send", timeout)  # a wrong one is refused before anything is sent
-        self._post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
+        self.post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
 
-    def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
-        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank.
-
-        Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if timeout is None and self._failure is None:
-            outcome = self.handle.exchange(False, peer, tag, tensor)
-            if type(outcome) is int:
-                return outcome
-            self._raise_failure(outcome, Message.receive(tensor, peer, tag), write_buffer)
-        self.check_usable()
+    def recv(self, tensor: Any, peer: int, tag: int, timeout: Timeout) -> int:
         if timeout is not None:
             to_ns("recv", timeout)
-        work = self._post(Message.receive(tensor, peer, tag), "recv", False)
+        work = self.post(Message.receive(tensor, peer, tag), "recv", False)
         work.wait(timeout)
         return work.source
 
-    def _raise_failure(self, outcome: tuple[Any, ...] | None, message: Message, view: Callable[..., Any]) -> None:
-        """The result of a message that the core tried; None: it could not, and Python has to look at the tensor."""
-        if outcome is None:
-            return
-        buffer = view("send" if message.is_send else "recv", "tensor", message.tensor)
-        work = MessageWork(self, message, buffer, call_site(3))
-        work._conclude(outcome, self.timeout_ns)
-        work.wait()
+    def isend(self, tensor: Any, peer: int, tag: int) -> Any:
+        return self.post(Message.send(tensor, peer, tag), "isend", True)
 
-    def isend(self, tensor: Any, peer: int, tag: int = 0) -> MessageWork:
-        """Start a send; ``wait()`` before changing ``tensor``.
+    def irecv(self, tensor: Any, peer: int, tag: int) -> Any:
+        return self.post(Message.receive(tensor, peer, tag), "irecv", True)
 
-        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
-        return self._post(Message.send(tensor, peer, tag), "isend", True)
+    def batch(self, messages: Sequence[Message]) -> list[Any]:
+        return [self.post(m, "batch", True) for m in messages]
 
-    def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> MessageWork:
-        """Start a receive; ``wait()`` before reading ``tensor``.
-
-        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
-        return self._post(Message.receive(tensor, peer, tag), "irecv", True)
-
-    def batch(self, messages: Sequence[Message]) -> list[MessageWork]:
-        """Start several sends and receives at once.
-
-        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
-        return [self._post(m, "batch", True) for m in messages]
-
-    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
-        """The core has seen for a second that ``peer`` waits in a collective, and this rank for a message."""
-        if words := format_standoff(self, peer, f"rank {self.rank}"):
-            warn(self, format_message(is_send, peer, tag), words)
-
-    def _check_message(self, call: str, message: Message) -> None:
+    def view(self, message: Message, call: str) -> Buffer:
+        """The message's tensor; raises if there is anything wrong with the message, or the group."""
+        self.state.check_usable()
         if not isinstance(message, Message):
             fix = "make them with Message.send and Message.receive"
             raise errors.bad_argument(call, "messages", message, "a list of Message", fix)
         lowest = 0 if message.is_send else ANY_SOURCE
-        if not isinstance(message.peer, int) or not lowest <= message.peer < self.size:
+        if not isinstance(message.peer, int) or not lowest <= message.peer < self.state.size:
             also = "" if message.is_send else ", or ANY_SOURCE (-1)"
             refuse = errors.bad_argument if isinstance(message.peer, int) else errors.wrong_type
-            raise refuse(call, "peer", message.peer, f"a rank of this group, 0 to {self.size - 1}{also}")
+            raise refuse(call, "peer", message.peer, f"a rank of this group, 0 to {self.state.size - 1}{also}")
         if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
             refuse = errors.bad_argument if isinstance(message.tag, int) else errors.wrong_type
             raise refuse(call, "tag", message.tag, "a whole number of at most 64 bits")
+        return (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
 
-    def _post(self, message: Message, call: str, background: bool) -> MessageWork:
-        self.check_usable()
-        self._check_message(call, message)
-        buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
-        site = call_site(3)
-        work = MessageWork(self, message, buffer, site)
+    def failure_of(self, outcome: tuple[int, int, int, int], message: Message) -> BaseException:
+        """How a message ended that the core sent or received by itself."""
+        view, call = (read_buffer, "send") if message.is_send else (write_buffer, "recv")
+        work = MessageWork(self.state, message, view(call, "tensor", message.tensor), call_site(2))
+        return work.failure_of(outcome, self.state.timeout_ns)
+
+    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
+        """The core has seen for a second that ``peer`` waits in a collective, and this rank for a message."""
+        if words := format_standoff(self.state, peer, f"rank {self.state.rank}"):
+            warn(self.state, format_message(is_send, peer, tag), words)
+
+    def after_fork(self) -> None:
+        """In a forked child: a thread of the parent may have held a lock."""
+        return
+
+
+class LocalMessages(Messages):
+    """Those of ranks that share memory."""
+
+    def __init__(self, state: GroupState):
+        super().__init__(state)
+        self._in_flight: list[MessageWork] = []
+        self._sweep_at = 16  # so many in flight
+        self._keep_lock = threading.Lock()
+
+    def post(self, message: Message, call: str, background: bool) -> MessageWork:
+        buffer, site = self.view(message, call), call_site(3)
+        state, work = self.state, MessageWork(self.state, message, buffer, site)
         if background:  # the core uses the tensor whether or not the caller keeps the work, or ever gets it
-            self._keep_message(work)
+            self._keep(work)
         try:
-            work.op = self.handle.post(
+            work.op = state.handle.post(
                 message.is_send,
                 message.peer,
                 message.tag,
@@ -280,15 +279,15 @@ class MessageCalls(Collectives):
                 buffer.address,
                 buffer.nbytes,
                 background,
-                self.arena.flight.site(site),
+                state.arena.flight.site(site),
                 buffer.written,
             )
         except OSError as error:
             self._in_flight.remove(work)
-            raise no_thread("messages that nobody waits for", error) from None
+            raise errors.no_thread("messages that nobody waits for", error) from None
         return work
 
-    def _keep_message(self, work: MessageWork) -> None:
+    def _keep(self, work: MessageWork) -> None:
         self._in_flight.append(work)
         if len(self._in_flight) < self._sweep_at or not self._keep_lock.acquire(blocking=False):
             return  # or somebody is already looking; perhaps this very thread, interrupted by a signal handler
@@ -298,3 +297,10 @@ class MessageCalls(Collectives):
             self._sweep_at = 2 * len(self._in_flight) + 16  # so that a new one does not cost a look at all in flight
         finally:
             self._keep_lock.release()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._in_flight)
+
+    def after_fork(self) -> None:
+        self._keep_lock = threading.Lock()

@@ -5,11 +5,8 @@ What executes its collectives is a sibling's business: LocalGroup (local.py) whe
 
 from __future__ import annotations
 
-import copy
 import importlib
-import itertools
 import json
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -20,21 +17,24 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
-from symcomm.group import hooks
-from symcomm.group.ephemeral import EphemeralTimeouts
-from symcomm.group.monitored_barrier import MonitoredBarrier
-from symcomm.group.object_calls import ObjectCalls
-from symcomm.group.p2p import MessageWork
+from symcomm.group import hooks, object_calls
+from symcomm.group.call_hooks import GROUP_CALLS, CallHooks, HookMethods
+from symcomm.group.ephemeral import Extension
+from symcomm.group.executor import HostExecutor
+from symcomm.group.facade import GroupCalls
+from symcomm.group.interception import Interception
+from symcomm.group.monitored_barrier import MonitoredBarriers
+from symcomm.group.p2p import ANY_SOURCE, Message, Messages
 from symcomm.group.refusal import Refusals
-from symcomm.group.work import Timeout, Watcher, Work, to_ns
-from symcomm.memory.arena import Arena, Peer, current_arena
+from symcomm.group.state import GroupState
+from symcomm.group.work import Timeout, Work, to_ns
+from symcomm.memory.arena import Arena, Peer
 
 if TYPE_CHECKING:
     from symcomm.group.grow import JoinQueue
     from symcomm.store.lease import Lease
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
-MOST_PLANS = 4096  # kept by a group; a program that needs more makes them anew
 LEAVE_WAIT = 5.0  # seconds for the others to leave before the rank that serves their store does
 WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked for
 
@@ -49,17 +49,20 @@ def _check_name(call: str, name: Any) -> None:
         raise errors.wrong_type(call, "name", name, "a str")
 
 
-class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
+class ProcessGroup(GroupCalls, HookMethods):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``.
 
     Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, ResourceError."""
 
     # Not in the object's dictionary: with thirty there, Python searches it at every call of a method.
     __slots__ = (
-        "_failure", "_failure_lock", "_in_flight", "_keep_lock", "_plans", "arena", "base_name", "before_leaving",
-        "exposed", "given_limits", "global_ranks", "handle", "letting_go", "name", "newcomers", "peers", "pending",
-        "plan_limits", "rank", "size", "timeout_ns", "watcher",
+        "_call_hooks", "arena", "attached", "base_name", "before_leaving", "executor", "exposed", "given_limits",
+        "global_ranks", "handle", "interception", "messages", "monitored_barriers", "name", "newcomers", "peers",
+        "plan_limits", "rank", "size", "state",
     )  # fmt: skip
+    executor: HostExecutor
+    messages: Messages
+    monitored_barriers: MonitoredBarriers
     handle: native.Group  # of the ranks of this host
     peers: list[Peer]  # those ranks' arenas
 
@@ -68,7 +71,6 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     lease: Lease | None = None  # on that store, if it ends with its groups
     join_queue: JoinQueue | None = None
     _children = 0  # groups made from this one
-    _barriers = 0
 
     def __init__(
         self, rank: int, size: int, name: str, timeout: Timeout, limits: Limits | None, global_ranks: Any
@@ -80,20 +82,24 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         self.global_ranks = list(global_ranks) if global_ranks is not None else list(range(size))
         self.given_limits = limits  # None: found when the group is made
         self.plan_limits = limits or Limits()
-        self.timeout_ns = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout)
-        self._plans: dict[Any, Any] = {}
-        self.pending: list[Work] = []
-        self.watcher = Watcher()
-        self._in_flight: list[MessageWork] = []
-        self._keep_lock = threading.Lock()
-        self._failure: errors.SymcommError | None = None
-        self._failure_lock = threading.RLock()  # a signal handler may need it while we do
+        self.state = self._new_state(to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout))
+        self.interception = Interception()
+        self.interception.add_facade(self, GROUP_CALLS)
+        self._call_hooks = CallHooks(self.interception)
         self.before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
-        self.letting_go: list[Callable[[], Any]] = []  # return, after a failure, once tensors are their owners' again
+        self.attached: dict[tuple[str, int], Any] = {}  # what layers above made for it: of which kind, for which device
         self.exposed: dict[int, Any] = {}  # memory that peers may write to, by window
         self.newcomers: list[int] = []  # the ranks that came in when grow() made this group
         self.base_name = name  # what newcomers call it, through all its shrinking and growing
-        self.arena: Arena = current_arena()
+        self.arena: Arena = self.state.arena
+
+    def _new_state(self, timeout_ns: int) -> GroupState:
+        return GroupState(self, self.rank, self.size, self.name, timeout_ns)
+
+    def _own(self, executor: HostExecutor, messages: Messages) -> None:
+        """Calls can be made from now on."""
+        self.executor, self.messages = executor, messages
+        self.monitored_barriers = MonitoredBarriers(messages)
 
     def __repr__(self) -> str:
         return f"<ProcessGroup {self.name!r}: rank {self.rank} of {self.size}>"
@@ -109,15 +115,34 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     @property
     def timeout(self) -> float:
         """Seconds after which an operation gives up, unless the call says otherwise."""
-        return self.timeout_ns / 1e9
+        return self.state.timeout
+
+    @property
+    def timeout_ns(self) -> int:
+        return self.state.timeout_ns
 
     def set_timeout(self, timeout: float | timedelta) -> None:
-        self.change_timeout(to_ns("set_timeout", timeout) + self.extended_ns)
+        self.state.change_timeout(to_ns("set_timeout", timeout) + self.state.extended_ns)
+
+    def add_ephemeral_timeout(self, timeout: float | timedelta) -> None:
+        """Operations may take longer than the group's time-out by this much, until the first that is called from now
+        on has ended. Several extensions add up, each with an end of its own. A call's own time-out stays as it is."""
+        Extension(self.state, self.interception, to_ns("add_ephemeral_timeout", timeout)).begin()
 
     @property
     def failure(self) -> errors.SymcommError | None:
         """What ended the group, as this rank was told; None while it can be used."""
-        return self._failure
+        return self.state.failure
+
+    @property
+    def pending(self) -> list[Work]:
+        """Asynchronous operations that may be under way."""
+        return self.executor.pending
+
+    @property
+    def call_hooks(self) -> CallHooks:
+        """The hooks around its calls."""
+        return self._call_hooks
 
     @property
     def flight_address(self) -> int:
@@ -143,30 +168,15 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
 
     # --- failure ----------------------------------------------------------------------------------------------
 
-    def fail(self, describe: Callable[[], errors.SymcommError]) -> errors.SymcommError:
-        """The exception for a failure. The first one has the full description, later ones refer to it; observers and
-        abort hooks are told once, whichever way the failure was found."""
-        with self._failure_lock:
-            first = describe() if self._failure is None else None
-            if first is not None:  # which holds its frames once it is raised, and they the caller's tensors
-                self._failure = copy.copy(first)
-        self._let_go()
-        if first is None:
-            return self.unusable_error()
-        hooks.failed(self._observed, first)
-        self.run_abort_hooks()
-        return first
-
-    def _let_go(self) -> None:
-        """Return once no tensor of any of this rank's calls is used any more: the group has failed."""
-        for return_when_unused in list(self.letting_go):
-            return_when_unused()
+    def on_failure(self, error: errors.SymcommError) -> None:
+        """It has just failed here, and this rank lets go of everybody's tensors."""
+        hooks.failed(self._observed, error)
+        self.call_hooks.run_abort_hooks()
 
     def after_fork(self) -> None:
         """In a forked child, which is not the rank: it cannot use the group, whatever the parent's threads held."""
-        self._failure_lock = threading.RLock()
-        self._keep_lock = threading.Lock()
-        self._failure = errors.forked(self._failure)
+        for part in (self.state, self.executor, self.messages):
+            part.after_fork()
 
     @property
     def _observed(self) -> ProcessGroup:
@@ -174,24 +184,16 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         return self
 
     def unusable_error(self) -> errors.GroupUnusableError:
-        error = errors.GroupUnusableError(f"group {self.name!r} cannot be used any more: {self._failure}")
-        error.__cause__ = self._failure
-        return error
+        return self.state.unusable_error()
 
     @property
     def is_usable(self) -> bool:
         """Whether it was neither destroyed nor aborted, and no operation on it has failed here."""
-        return self._failure is None
+        return self.failure is None
 
     def check_usable(self) -> None:
         """Raise if the group was destroyed, or has failed."""
-        if self._failure is not None:
-            self._let_go()
-            raise self.unusable_error()
-
-    @abstractmethod
-    def refuse(self, error: Exception) -> None:
-        """Take the next operation's number, and tell the others that this rank makes no call, and why."""
+        self.state.check_usable()
 
     @abstractmethod
     def abort(self) -> None:
@@ -199,9 +201,9 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
 
     def destroy(self) -> None:
         """Leave the group. Pending asynchronous operations end first; peers that still wait for us are told."""
-        if self._failure is None:
+        if self.failure is None:
             for work in list(self.pending):
-                work.poll(self.timeout_ns)
+                work.wait_until(time.monotonic_ns() + self.timeout_ns)
             for finish in self.before_leaving:
                 finish()
             if self.lease is not None and self.lease.serves_others:
@@ -210,8 +212,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
 
     def leave(self, why: str = "was destroyed") -> None:
         """Leave the group at once; ``why`` is what operations that are pending, or come later, are told."""
-        if self._failure is None:
-            self._failure = errors.GroupUnusableError(f"group {self.name!r} {why}.")
+        self.state.end(errors.GroupUnusableError(f"group {self.name!r} {why}."))
         self._leave()
         if self.lease is not None:
             self.lease.release()
@@ -237,21 +238,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     @property
     def is_busy(self) -> bool:
         """Whether asynchronous operations or messages of this rank are under way."""
-        return bool(self.pending or self._in_flight)
-
-    def _keep(self, work: Work) -> None:
-        """Before it is submitted: the core uses its tensors whether or not the caller keeps or ever gets ``work``."""
-        pending = self.pending
-        pending.append(work)
-        if not self._keep_lock.acquire(blocking=False):
-            return  # somebody looks already; it may be this very thread, which a signal handler interrupted
-        try:
-            # They end in order. One with callbacks is left to the watcher: those never run in a caller's thread.
-            before = len(pending) - 1
-            each = enumerate(itertools.islice(pending, before))
-            del pending[: next((i for i, w in each if not w.settled and (w.callbacks or not w.poll(-1))), before)]
-        finally:
-            self._keep_lock.release()
+        return bool(self.pending) or self.messages.is_busy
 
     def new_window(self, tensor: Any = None) -> Any:
         """A window into every rank's tensor, for one-sided puts and signals. Every rank of the group calls it.
@@ -261,17 +248,6 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
         ResourceError."""
         return importlib.import_module(WINDOWS).new_window(self, tensor)
-
-    # --- plans ------------------------------------------------------------------------------------------------
-
-    def kept_plan(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make()`` returned for this key; plans are kept for the life of the group."""
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) > MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = make()
-        return plan
 
     def run_plan(
         self, name: str, plan: Plan, inputs: Any = (), outputs: Any = (), async_op: bool = False,
@@ -286,10 +262,73 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
         ResourceError."""
-        raise errors.ResourceError(
-            f"{name}: the ranks of group {self.name!r} are on several hosts, and a plan works in memory that ranks "
-            "share; use a group of one host's ranks."
-        )
+        return self.executor.run_plan(name, plan, inputs, outputs, async_op, timeout)
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
+        """Returns once ``tensor`` may be changed again.
+
+        Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
+        mailbox = self.state.mailbox
+        if timeout is None and mailbox is not None:  # a plain tensor: one call of the core
+            outcome = mailbox.exchange(True, peer, tag, tensor)
+            if type(outcome) is int:
+                return
+            if outcome is not None:
+                raise self.messages.failure_of(outcome, Message.send(tensor, peer, tag))
+        self.messages.send(tensor, peer, tag, timeout)
+
+    def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
+        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank.
+
+        Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
+        mailbox = self.state.mailbox
+        if timeout is None and mailbox is not None:
+            outcome = mailbox.exchange(False, peer, tag, tensor)
+            if type(outcome) is int:
+                return outcome
+            if outcome is not None:
+                raise self.messages.failure_of(outcome, Message.receive(tensor, peer, tag))
+        return self.messages.recv(tensor, peer, tag, timeout)
+
+    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
+        """The core has seen for a second that ``peer`` waits in a collective, and this rank for a message."""
+        self.messages.on_standoff(is_send, peer, tag)
+
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose failure names the ranks that did not come, and leaves the group usable.
+
+        With ``wait_all_ranks`` all missing ranks are named, otherwise the first.
+
+        Raises: BadArgumentError, CallRefusedError, RankFailedError, DeadlineError, GroupUnusableError."""
+        self.monitored_barriers.wait(timeout, wait_all_ranks)
+
+    # --- objects ----------------------------------------------------------------------------------------------
+
+    def all_gather_object(self, obj: Any, timeout: Timeout = None) -> list[Any]:
+        """Everybody's object, in rank order.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        return object_calls.all_gather_object(self, obj, timeout)
+
+    def broadcast_object(self, obj: Any = None, root: int = 0, timeout: Timeout = None) -> Any:
+        """The object of rank ``root``; what others give is not looked at.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        return object_calls.broadcast_object(self, obj, root, timeout)
+
+    def gather_object(self, obj: Any, root: int = 0, timeout: Timeout = None) -> list[Any] | None:
+        """Everybody's object, in rank order, on rank ``root``; None elsewhere.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        return object_calls.gather_object(self, obj, root, timeout)
+
+    def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0, timeout: Timeout = None) -> Any:
+        """This rank's object of those that ``root`` gives, one for each rank; others give None.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        return object_calls.scatter_object(self, objs, root, timeout)
 
     # --- groups from groups -----------------------------------------------------------------------------------
 

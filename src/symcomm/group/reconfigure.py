@@ -364,7 +364,7 @@ class ReconfigurableGroup:
         old = self._replace(group)
         registry.add(group, self._label)
         if old is not None:
-            group.take_over_hooks(old)
+            old.call_hooks.move_to(group.call_hooks)
             old.leave(f"was left when its members were reconfigured (uuid {uuid})")
         else:
             hooks.joined(group)

@@ -288,7 +288,7 @@ def all_to_all(group: Caller, outputs: Any, inputs: Any, agree: Agree) -> Reques
     return Request(call, sources, outs, outputs, matrix, dtype)
 
 
-def barrier() -> Request:
+def barrier(_: Caller) -> Request:
     return Request("barrier", [], [], [], None, key=(0, None, None))
 
 

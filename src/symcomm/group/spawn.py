@@ -31,7 +31,7 @@ from symcomm.group.factory import make_group
 from symcomm.group.leaving import free_retired
 from symcomm.group.local import leave_groups_of
 from symcomm.group.process_group import ProcessGroup
-from symcomm.group.work import Timeout, no_thread
+from symcomm.group.work import Timeout
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.memory.hosts import pretend_host
 
@@ -133,7 +133,7 @@ def _spawn_threads(
             thread.start()
     except RuntimeError as error:
         meeting.barrier.abort()
-        raise no_thread(f"{n} ranks", error) from None
+        raise errors.no_thread(f"{n} ranks", error) from None
     end = None if deadline is None else time.monotonic() + deadline
     for thread in threads:
         thread.join(None if end is None else max(0.0, end - time.monotonic()))

@@ -14,6 +14,7 @@ from symcomm._core import native
 from symcomm.errors import format_ranks
 from symcomm.group import registry
 from symcomm.group.failure import describe_call
+from symcomm.group.state import GroupState
 
 ANY_SOURCE = -1
 log = logging.getLogger(__name__)
@@ -30,22 +31,22 @@ def in_collective(ranks: Sequence[int], call: str, seq: int, this_rank: str) -> 
     return f"{who} in {call} #{seq}, which {this_rank} has not called"
 
 
-def format_standoff(group: Any, peer: int, this_rank: str = "this rank") -> str:
+def format_standoff(state: GroupState, peer: int, this_rank: str = "this rank") -> str:
     """The same, if it does; ANY_SOURCE: if all do."""
-    report = group.handle.report()
-    others = [r for r in report["ranks"] if r["rank"] != group.rank and peer in (ANY_SOURCE, r["rank"])]
+    report = state.handle.report()
+    others = [r for r in report["ranks"] if r["rank"] != state.rank and peer in (ANY_SOURCE, r["rank"])]
     if not others or any(r["seq"] <= report["seq"] for r in others):
         return ""
     call = describe_call(others[0]["signature"], others[0]["count"])
     return in_collective([r["rank"] for r in others], call, others[0]["seq"], this_rank)
 
 
-def warn(group: Any, message: str, words: str) -> None:
+def warn(state: GroupState, message: str, words: str) -> None:
     """``message``: what this rank waits for; ``words``: who waits in which collective meanwhile."""
     log.warning(
         "%s on group %r: %s, and rank %d waits for it. Unless another thread sends, receives or calls, both wait until "
         "their deadlines (this one's group: %g s).",
-        message, group.name, words, group.rank, group.timeout,
+        message, state.name, words, state.rank, state.timeout,
     )  # fmt: skip
 
 

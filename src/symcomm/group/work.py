@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,9 +13,11 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import Buffer
 from symcomm.group.chains import Continuation, continued
-from symcomm.group.failure import Site, explain
+from symcomm.group.failure import Site
+from symcomm.group.state import GroupState
 
 Timeout = float | timedelta | None
+FOREVER, LOOK = 0, -1  # the core's time-outs of a wait that has none, and of one that only looks
 LONGEST = 1 << 31  # seconds, 68 years: practically for ever, and in nanoseconds it fits in 64 bits
 
 
@@ -49,81 +49,12 @@ def raise_late(error: BaseException | None) -> None:
         raise errors.DeadlineError(str(error), late.missing) from late
 
 
-def no_thread(what: str, error: Exception) -> errors.ResourceError:
-    return errors.ResourceError(
-        f"no thread could be started for {what} ({error}); raise the limit on threads "
-        "(ulimit -u, or the container's limit on processes)."
-    )
-
-
 def _new_future() -> Any:
     if "torch" in sys.modules:
         return sys.modules["torch"].futures.Future()
     from concurrent.futures import Future
 
     return Future()
-
-
-class Watcher:
-    """Threads of a group that wait for works and run their callbacks.
-
-    One thread at a time is the leader and waits for the oldest work. Before it runs that work's callbacks it hands the
-    lead on, since a callback may itself wait for a later work.
-    """
-
-    IDLE = 1.0  # seconds an idle thread stays alive; a training step takes less, so threads are rarely started
-
-    def __init__(self) -> None:
-        self._works: deque[Work] = deque()
-        self._change = threading.Condition()
-        self._led = False  # a thread waits for a work, or is about to
-        self._idle = 0
-        self._called = 0  # idle threads that were notified to lead and have not woken up yet
-
-    def watch(self, work: Work) -> None:
-        with self._change:
-            self._works.append(work)
-            try:
-                self._find_leader()
-            except RuntimeError as error:
-                self._works.remove(work)
-                raise no_thread(f"callbacks of {work._call}", error) from None
-
-    def _find_leader(self) -> None:
-        if self._led or not self._works:
-            return
-        self._led = True
-        if self._idle > self._called:
-            self._called += 1
-            self._change.notify()
-        else:
-            try:
-                threading.Thread(target=self._attend, name="symcomm-futures", daemon=True).start()
-            except RuntimeError:
-                self._led = False
-                raise
-
-    def _attend(self) -> None:
-        """Starts as the leader, and leads again each time it is notified."""
-        while True:
-            with self._change:
-                work = self._works.popleft()
-            work._await()
-            with self._change:
-                self._led = False
-                with contextlib.suppress(RuntimeError):  # no thread could be started: lead again, after these callbacks
-                    self._find_leader()
-            work.poll(0)
-            with self._change:
-                if not self._led and self._works:
-                    self._led = True
-                    continue
-                self._idle += 1
-                self._change.wait(self.IDLE)
-                self._idle -= 1
-                if not self._called:  # wait()'s result would miss a notification at the moment it times out
-                    return
-                self._called -= 1
 
 
 class Outcome:
@@ -145,10 +76,13 @@ class Work(Outcome):
 
     Raises: what the operation failed with; DeadlineError from ``wait(timeout)``."""
 
-    def __init__(self, group: Any, call: str, site: Site, outputs: Sequence[Buffer], result: Sequence[Any], keep: Any):
-        self._group = group  # until it has ended: a group keeps its works, and would keep itself alive
-        self._group_name = group.name
-        self._call = call
+    def __init__(
+        self, state: GroupState, call: str, site: Site, outputs: Sequence[Buffer], result: Sequence[Any], keep: Any
+    ):
+        self.call = call
+        self._state: Any = state
+        self._group: Any = state.whole()  # until it has ended: nobody else may hold the group
+        self._group_name = state.name
         self._site = site
         self.outputs = outputs
         self.results = list(result)
@@ -169,16 +103,20 @@ class Work(Outcome):
                 return
             if status:
                 seconds = time.monotonic() - self._started
-                self._error = self._group.fail_with_status(status, self._call, self._site, seconds, explain)
+                self._error = self._state.fail_with_status(status, self.call, self._site, seconds)
             else:
                 try:
                     for buffer in self.outputs:
                         buffer.finish()
                 except Exception as error:  # of this rank alone: its output cannot hold what came
                     self._error = error
-            self.settled = True
-            self.seconds = time.monotonic() - self._started
-            self.kept = self._group = None
+            self._end()
+
+    def _end(self) -> None:
+        """It has ended, and needs nothing any more."""
+        self.settled = True
+        self.seconds = time.monotonic() - self._started
+        self.kept = self._state = self._group = None
 
     def copy_out_in_core(self, status: int) -> None:
         """Runs in the core's own thread, which never waits for a thread that is already copying: a signal handler or a
@@ -201,11 +139,17 @@ class Work(Outcome):
         """Which operation of its group this is; see ``ProcessGroup.sequence_number``."""
         return native.request_number(self.request)
 
-    def _await(self) -> None:
+    def await_end(self) -> None:
+        """Return once it has ended; its callbacks have yet to run."""
         if not self.settled and self.request is not None:
-            native.request_wait(self.request, 0)
+            native.request_wait(self.request, FOREVER)
 
-    def poll(self, timeout_ns: int) -> bool:
+    def wait_until(self, deadline_ns: int | None) -> bool:
+        """Return when it is done, or when ``time.monotonic_ns()`` has reached the deadline; None: there is none."""
+        return self._settle_within(FOREVER if deadline_ns is None else max(1, deadline_ns - time.monotonic_ns()))
+
+    def _settle_within(self, timeout_ns: int) -> bool:
+        """``timeout_ns``: as the core has it."""
         if self.settled and not self.callbacks:
             return True
         if self.request is None:
@@ -219,9 +163,9 @@ class Work(Outcome):
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Block until done. True, or the operation's exception. When ``timeout`` passes first, the operation fails with
         a DeadlineError on every rank that has not done it, and so does the group: as if the call had had that time."""
-        given = to_ns("wait", timeout) if timeout else 0
-        if not self.poll(given):
-            self._give_up(given / 1e9)
+        given = to_ns("wait", timeout) if timeout else None
+        if not self.wait_until(given and time.monotonic_ns() + given):
+            self._give_up((given or 0) / 1e9)
             raise_late(self._error)
         if self._error is not None:
             raise self._error
@@ -230,11 +174,12 @@ class Work(Outcome):
     def _give_up(self, seconds: float) -> None:
         """The time of a wait is over. Returns once no rank uses the tensors any more."""
         if self.request is None:
-            raise errors.deadline(f"waiting for {self._call} on group {self._group_name!r}", seconds)
+            raise errors.deadline(f"waiting for {self.call} on group {self._group_name!r}", seconds)
         self.settle(native.request_give_up(self.request))
 
     def is_completed(self) -> bool:
-        return self.poll(-1)
+        """Whether it has ended. Callbacks that have not run yet run here."""
+        return self._settle_within(LOOK)
 
     def result(self) -> list[Any]:
         """The output tensors; waits for them."""
@@ -244,7 +189,7 @@ class Work(Outcome):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs once the operation has ended, at once if it has already."""
         with self._lock:
-            ended, group = self.settled, self._group
+            ended, state = self.settled, self._state
             if not ended:
                 callback = continued(callback)
                 self.callbacks.append(callback)
@@ -253,7 +198,7 @@ class Work(Outcome):
             callback()
         elif first:
             try:
-                group.watcher.watch(self)
+                state.watcher.watch(self)
             except errors.ResourceError:
                 self.callbacks.remove(callback)
                 if isinstance(callback, Continuation):

@@ -18,11 +18,14 @@ from typing import Any
 from symcomm import errors
 from symcomm.errors import format_ranks
 from symcomm.group.failure import Status, aborted, how_it_ended, list_calls, mismatched, rank_failed, timed_out
+from symcomm.group.state import GroupState
+from symcomm.hierarchical.engines.base import Transfer
 from symcomm.hierarchical.session import ProtocolViolation
 
 SURVEY = 0.4  # seconds for all answers; a living rank answers within a few milliseconds
 REACH = 1.5  # seconds to connect to a rank; a lost packet is sent again after 1
 VERDICT_WAIT = 0.5  # seconds that a rank whose host was aborted waits for the reason
+ENGINE_GRACE = 1.0  # seconds for the control channel to learn who is gone, when the engine noticed first
 
 
 class OperationStopped(Exception):
@@ -175,6 +178,18 @@ class Failures:
         story = f"the connection to rank {format_ranks(ranks)} broke ({by}{first})"
         self._spread("gone", story, sorted(ranks))
 
+    def on_transfer_error(self, transfer: Transfer) -> None:
+        """The engine failed: a rank is gone, as the control channel will notice as well, or for a reason of its own."""
+        deadline = time.monotonic() + ENGINE_GRACE
+        while self.verdict is None and time.monotonic() < deadline:
+            gone = [r for r in transfer.peers if self._group.is_gone(r)]
+            if gone:
+                self.gone(gone)
+                return
+            time.sleep(0.005)
+        assert transfer.error is not None
+        self.cut_off(transfer.peers, transfer.error)
+
     def end(self) -> None:
         """This rank leaves: its own waits end; peers are not told."""
         with self._lock:
@@ -226,6 +241,26 @@ class Failures:
         if verdict["fault"] == "late":
             return timed_out(group, what, seconds, verdict["origin"], story, ranks)
         return mismatched(what, story) if verdict["fault"] == "mismatch" else aborted(what, verdict["origin"])
+
+
+class HierarchicalState(GroupState):
+    """That of a group across hosts, which has failed once there is a verdict."""
+
+    __slots__ = ("doing", "failures")
+    failures: Failures
+    doing: tuple[int, str, str]  # sequence number, call and call site of the last operation
+
+    def check_usable(self) -> None:
+        """The first call after a peer's failure raises its description; later ones refer to it."""
+        verdict = self.failures.verdict
+        if self.failure is None and verdict is not None and verdict["fault"] != "gone":
+            raise self.fail_operation(f"an operation on group {self.name!r}", 0.0)
+        super().check_usable()
+
+    def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
+        """This rank's exception for a failure that ``failures`` has recorded. Not to be asked for with the group's
+        ``cond`` held, which operations need to end."""
+        return self.fail(lambda: self.failures.error(what, seconds))
 
 
 def _last_seen(answer: dict[str, Any]) -> str:

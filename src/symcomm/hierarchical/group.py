@@ -10,21 +10,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 from symcomm import errors
-from symcomm._core import native
-from symcomm.collectives.plan import Plan
 from symcomm.group import registry
 from symcomm.group.factory import make_group
-from symcomm.group.failure import Site, call_site, format_site, with_sizes
 from symcomm.group.meeting import HostMeeting, Meeting
 from symcomm.group.process_group import ProcessGroup
-from symcomm.group.refusal import Settled, settled
-from symcomm.group.request import Request
-from symcomm.group.work import Batch, Timeout, Work, to_ns
+from symcomm.group.refusal import settled
+from symcomm.group.work import Timeout, to_ns
 from symcomm.hierarchical.connection import FramedConnection, ProtocolViolation
 from symcomm.hierarchical.control_channel import ControlChannel, Endpoint, channel_of, check_tokens, endpoint_in
 from symcomm.hierarchical.discovery import (
@@ -35,35 +30,33 @@ from symcomm.hierarchical.discovery import (
 from symcomm.hierarchical.engines.base import (
     Engine,
     EngineContext,
-    Transfer,
     available_engines,
     engine_class,
     wanted_engine,
 )
-from symcomm.hierarchical.execution import HierarchicalExecution
-from symcomm.hierarchical.failure import Failures, OperationRefused, OperationStopped
+from symcomm.hierarchical.executor import HierarchicalExecutor
+from symcomm.hierarchical.failure import Failures, HierarchicalState
 from symcomm.hierarchical.frames import MESSAGES, check
-from symcomm.hierarchical.intra_host import IntraHostGroup
+from symcomm.hierarchical.intra_host import HostRanks, IntraHostGroup
 from symcomm.hierarchical.leader_links import LeaderLinks, links_of
 from symcomm.hierarchical.matcher import MessageMatcher
-from symcomm.hierarchical.operation import Operation, Signature
+from symcomm.hierarchical.operation import Parts
 from symcomm.hierarchical.p2p import HierarchicalMessages
+from symcomm.hierarchical.presence import Presence
 from symcomm.hierarchical.refusal import RefusalsAcrossHosts
 from symcomm.hierarchical.rounds import Rounds
 from symcomm.hierarchical.scratch import Scratch
 from symcomm.hierarchical.shrink import shrink
 from symcomm.hierarchical.standoff import Waits
 from symcomm.hierarchical.topology import Layout
-from symcomm.hierarchical.work import HierarchicalWork, Runner
+from symcomm.hierarchical.work import Runner
 from symcomm.membership.quorum_board import QuorumBoard
 from symcomm.memory.hosts import boot_id, network
 from symcomm.memory.share import Deadline, Exchange
 from symcomm.store.address import LOOPBACK, own_address
 
 Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
-ENGINE_GRACE = 1.0  # seconds for the control channel to learn who is gone, when the engine noticed first
 ENGINE_STOP = 5.0  # seconds for an engine to stop; Gloo takes milliseconds
-LAST_STEP = 10.0  # seconds for an operation to end that was given up; it waits for nobody any more
 
 # Who in a group is told of a control message, and by which rank it was sent.
 _RECEIVERS = {
@@ -80,7 +73,7 @@ def _after_fork_in_child() -> None:
     """A forked child is not the rank: it has neither its threads nor its connections."""
     for group in list(_living):
         group._has_left = True
-        group.cond = threading.Condition()
+        group.presence.after_fork()
         group.leader_links.forget()
         group.after_fork()
         group._retire.detach()
@@ -103,6 +96,14 @@ def _leave_first_at_exit() -> None:
     atexit.register(_leave_all)
 
 
+def _let_go_of(ref: weakref.ref[HierarchicalGroup]) -> Callable[[], None]:
+    def let_go() -> None:
+        if (group := ref()) is not None:
+            group.let_go()
+
+    return let_go
+
+
 def _retire(
     channel: ControlChannel, key: str, runner: Runner, engine: Engine, links: LeaderLinks, untold: list[str]
 ) -> None:
@@ -112,10 +113,12 @@ def _retire(
     engine.close()
 
 
-class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGroup):
+class HierarchicalGroup(ProcessGroup):
     """Made from what its ranks, which are on several hosts, learned of each other when they met (see group/factory.py).
     They exchange twice more: to reach each other and map their host's arenas, and to connect the engine."""
 
+    state: HierarchicalState
+    executor: HierarchicalExecutor
     spans_hosts = True
     _retire: weakref.finalize
 
@@ -124,27 +127,25 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
     ):  # fmt: skip
         super().__init__(met.rank, met.size, name, timeout, met.part.given, met.members)
         self.layout = Layout(met.hosts, met.rank)
-        self.cond = threading.Condition()  # notified whenever something changes that a thread may wait for
-        self.failures = Failures(self)
+        self.failures = self.state.failures
+        self.state.letting_go.append(_let_go_of(weakref.ref(self)))
         self.arrivals: dict[tuple[int, int], tuple[list[int], Any]] = {}  # (number, leader) -> signature, data
         self.refusals = RefusalsAcrossHosts(self)
         self.leader_links = links_of(self)
-        self.left: set[int] = set()
-        self.doing: tuple[int, str, str] = (0, "", "")  # sequence number, call and call site of the last operation
-        self._submitted = 0
-        self._turn = threading.RLock()
-        self._runner = Runner()
-        self.scratch = Scratch(self.arena)
+        self.presence = Presence(self.leader_links)
         self.matcher, self.waits = MessageMatcher(self), Waits(self)
         self.rounds, self.board = Rounds(self), QuorumBoard(self)
         self._handlers: dict[str, Handler] = {}  # of messages of the layers above, by kind
-        self._abandoned: list[Any] = []  # operations and tensors whose memory the engine may still write to
         self._has_left = False
-        self._operating_thread = 0  # the thread that performs an operation
         self._key = ""
         self._rank_of: dict[str, int] = {}  # by the name of its control channel, which may ask during bootstrap
         self._stopping: threading.Thread | None = None
         self._bootstrap(met, engine)
+
+    def _new_state(self, timeout_ns: int) -> HierarchicalState:
+        state = HierarchicalState(self, self.rank, self.size, self.name, timeout_ns)
+        state.failures, state.doing = Failures(self), (0, "", "")
+        return state
 
     def _bootstrap(self, met: Meeting, engine: str | None) -> None:
         """Exchange control channels and this host's arenas, make this host's group, then connect the hosts."""
@@ -160,7 +161,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         _living.add(self)
         registry.add(self)
         self._retire = weakref.finalize(
-            self, _retire, self.control, self._key, self._runner, self.engine, self.leader_links, self._untold
+            self, _retire, self.control, self._key, self.executor.runner, self.engine, self.leader_links, self._untold
         )
         self._retire.atexit = False
         _leave_first_at_exit()
@@ -190,6 +191,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             check_addresses(self.peer_info)
         self._key = self.peer_info[0]["key"]  # the first rank names the group for all
         self._endpoints = [endpoint_in(c, across) for c in self.peer_info]
+        self.presence.watch(self.control, self._endpoints)
         self._rank_of = {endpoint.nonce: r for r, endpoint in enumerate(self._endpoints)}
         self._untold = [endpoint.nonce for r, endpoint in enumerate(self._endpoints) if r != self.rank]
         self.control.join(self._key, self)
@@ -198,10 +200,16 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
 
     def _connect(self, host: Meeting, exchange: Exchange) -> None:
         self.local = IntraHostGroup(host, f"{self.name}@{self.layout.host}", self.timeout)
-        self.handle, self.peers = self.local.handle, self.local.peers
+        self.handle, self.peers = self.state.handle, self.state.peers = self.local.handle, self.local.peers
         self.local.waits, self.local.here = self.waits, self.layout.here
         self.exposed = self.local.exposed  # which outlives the group while ranks of this host may write there
         self._make_engine(exchange)
+        parts = Parts(
+            self.layout, HostRanks(self.local.executor), self.leader_links, self.arrivals, self.engine,
+            Scratch(self.arena), self.presence, self.failures, self.refusals,
+        )  # fmt: skip
+        messages = HierarchicalMessages(self.state, self.layout, self.local.messages, self.matcher)
+        self._own(HierarchicalExecutor(self.state, parts), messages)
         for other in self.layout.others:  # the peers that watch each other's liveness
             for rank in self.layout.counterparts(other):
                 if rank > self.rank:
@@ -233,154 +241,23 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         hosts = len(self.layout.hosts)
         return f"<HierarchicalGroup {self.name!r}: rank {self.rank} of {self.size}, host {self.layout.host} of {hosts}>"
 
-    # --- running ----------------------------------------------------------------------------------------------
-
-    def first_plan(
-        self, signature: Signature, build: Callable[..., Plan] | None = None, args: tuple[Any, ...] = ()
-    ) -> Any:
-        """The first step of an operation on this host: compare signatures, and maybe run a collective as well."""
-
-        def make() -> Any:
-            s, rank, world = signature, self.layout.local, len(self.layout.here)
-            if build is None:
-                plan = Plan(s.collective, rank, world, s.local_count(), s.dtype, s.redop, 0, "arrival")
-            else:
-                plan = build(rank, world, *args, limits=self.local.plan_limits)
-                plan = replace(plan, collective=s.collective, count=s.local_count(is_whole=False))
-            return self.local.load_plan(plan)
-
-        return self.kept_plan((signature, build, args), make)
-
-    def _perform(
-        self, request: Request, signature: Signature, body: Callable[[Operation], None], async_op: bool,
-        timeout: Timeout,
-    ) -> Work | None:  # fmt: skip
-        """Run an operation: right here, or in the group's thread if that is busy already."""
-        call, inputs, outputs, written = request.call, request.inputs, request.outputs, request.written
-        seconds = (self.timeout_ns if timeout is None else to_ns(call, timeout)) / 1e9
-        batch = async_op if isinstance(async_op, Batch) else None
-        self.check_usable()
-        if self._operating_thread == threading.get_ident():
-            raise errors.nested(call, self.name)
-        site = call_site(3)
-        queued = bool(async_op) or any(not work.is_completed() for work in list(self.pending))
-        self._submitted += 1
-        native.change_tensors(written)
-
-        def act() -> None:
-            with self._turn:
-                if queued:  # operations before this one may have changed what was copied
-                    for buffer in (*inputs, *outputs):
-                        buffer.refresh()
-                self._operating_thread = threading.get_ident()
-                try:
-                    self._operate(call, signature, body, seconds, site, (inputs, outputs), batch)
-                finally:
-                    self._operating_thread = 0
-            for buffer in outputs:
-                with Settled():
-                    buffer.finish()
-            if queued:  # the caller may have saved them for backward meanwhile
-                native.change_tensors(written)
-
-        if not queued:
-            act()
-            return None
-        work = HierarchicalWork(self, call, site, act, outputs, request.result)
-        work.kept = (inputs, outputs)
-        self._runner.submit(work)
-        self._keep(work)
-        if async_op:
-            return work
-        work.wait()
-        return None
-
-    def _operate(
-        self, call: str, signature: Signature, body: Callable[[Operation], None], seconds: float, site: Site, on: Any,
-        batch: Batch | None,
-    ) -> None:  # fmt: skip
-        """``on``: the buffers that ``body`` works on."""
-        self.check_usable()
-        self.refusals.check_batch(batch)
-        begun = time.monotonic()
-        seq = self.doing[0] + 1
-        words = with_sizes(call, signature.collective) or signature.words()
-        self.doing = (seq, words, format_site(site))
-        operation = Operation(self, signature, seq, seconds, self.arena.flight.site(site))
-        try:
-            body(operation)
-        except OperationRefused as refusal:
-            operation.end()
-            raise self.refusals.found(refusal, f"{call} #{seq} on group {self.name!r}", batch) from None
-        except OperationStopped:
-            self._abandoned.append((operation, on))
-            raise self.fail_operation(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun) from None
-        except BaseException:  # interrupted, or a bug: this rank is out of step with the others
-            self._abandoned.append((operation, on))
-            self.failures.abort()
-            self.fail_operation(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun)
-            raise
-        operation.end()
-
-    def refuse(self, error: Exception) -> None:
-        if self._failure is None and self._operating_thread != threading.get_ident():
-            self.refusals.tell(error, call_site(2))
-
-    def queue(self, act: Callable[[], None], call: str, site: Site) -> None:
-        """Do this in the turn of the next operation: here, or in the group's thread if that is busy already."""
-
-        def in_turn() -> None:
-            with self._turn:
-                act()
-
-        self._submitted += 1
-        if all(work.is_completed() for work in list(self.pending)):
-            in_turn()
-        else:
-            self._runner.submit(work := HierarchicalWork(self, call, site, in_turn, [], []))
-            self._keep(work)
+    # --- failure ----------------------------------------------------------------------------------------------
 
     def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
-        """This rank's exception for a failure that ``failures`` has recorded. Not to be asked for with ``cond`` held,
-        which operations need to end."""
-        return self.fail(lambda: self.failures.error(what, seconds))
+        """This rank's exception for a failure that ``failures`` has recorded."""
+        return self.state.fail_operation(what, seconds)
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def let_go(self) -> None:
+        """After a failure, before the caller learns of it: nobody uses the caller's tensors any more."""
         self.await_engine()
         self.local.handle.let_go()
-        if self._turn.acquire(timeout=LAST_STEP):  # what another thread performs has ended
-            self._turn.release()
+        self.executor.await_turn()
         with self.cond:  # and what the control channel delivers: nothing comes after the verdict
             pass
 
     @property
-    def is_operating(self) -> bool:
-        """Whether a thread of this rank performs an operation, or will without being asked."""
-        return bool(self._operating_thread) or any(not work.settled for work in list(self.pending))
-
-    @property
     def _observed(self) -> ProcessGroup:
         return self.local
-
-    def check_usable(self) -> None:
-        """The first call after a peer's failure raises its description; later ones refer to it."""
-        verdict = self.failures.verdict
-        if self._failure is None and verdict is not None and verdict["fault"] != "gone":
-            raise self.fail_operation(f"an operation on group {self.name!r}", 0.0)
-        super().check_usable()
-
-    def on_transfer_error(self, transfer: Transfer) -> None:
-        """The engine failed: a rank is gone, as the control channel will notice as well, or for a reason of its own."""
-        deadline = time.monotonic() + ENGINE_GRACE
-        while self.failures.verdict is None and time.monotonic() < deadline:
-            gone = [r for r in transfer.peers if self.is_gone(r)]
-            if gone:
-                self.failures.gone(gone)
-                return
-            time.sleep(0.005)
-        assert transfer.error is not None
-        self.failures.cut_off(transfer.peers, transfer.error)
 
     def stop_engine(self) -> None:
         """Abort transfers, in another thread: this one may be the channel's, or the engine's. See await_engine."""
@@ -389,7 +266,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self._stopping = stopping
 
     def await_engine(self) -> None:
-        """After a failure, before the caller learns of it: the engine no longer touches the caller's tensors."""
+        """Return when the engine no longer touches the caller's tensors."""
         if self._stopping is not None:
             self._stopping.join(ENGINE_STOP)
 
@@ -418,15 +295,23 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         """``handler(rank, header, payload)`` gets the messages of that kind, in the control channel's thread."""
         self._handlers[kind] = handler
 
+    @property
+    def cond(self) -> threading.Condition:
+        """Notified whenever something changes that a thread may wait for."""
+        return self.presence.cond
+
+    @property
+    def left(self) -> set[int]:
+        """Ranks that have said that they left."""
+        return self.presence.left
+
     def is_gone(self, rank: int) -> bool:
         """Whether a rank left, or its connection to us broke."""
-        return rank in self.left or self.control.is_lost(self._endpoints[rank].nonce)
+        return self.presence.is_gone(rank)
 
-    def notify(self, _: Any = None) -> None:
+    def notify(self) -> None:
         """Something changed: wake all waiters."""
-        with self.cond:
-            self.cond.notify_all()
-        self.leader_links.wake()
+        self.presence.notify()
 
     def on_message(self, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None:
         """Called by the control channel, in its thread."""
@@ -468,7 +353,12 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
 
     @property
     def sequence_number(self) -> int:
-        return self._submitted
+        return self.executor.submitted
+
+    @property
+    def doing(self) -> tuple[int, str, str]:
+        """Sequence number, call and call site of the last operation."""
+        return self.state.doing
 
     def call_stats(self) -> dict[str, dict[str, int]]:
         return self.local.call_stats()
@@ -487,7 +377,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self.local.reclaim_windows()
 
     def abort(self) -> None:
-        self.run_abort_hooks()
+        self.call_hooks.run_abort_hooks()
         self.failures.abort()
 
     def _leave(self) -> None:
@@ -500,7 +390,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             self.await_engine()
         self._retire()
         self.local.leave()
-        self.pending = []
+        self.executor.pending = []
 
     def _say_goodbye(self) -> None:
         """Tell peers that we left, and did not die."""

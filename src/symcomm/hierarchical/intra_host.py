@@ -1,15 +1,19 @@
-"""The group of the ranks of one host, within a group across hosts."""
+"""The ranks of one host, within a group across hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
+from symcomm.collectives.plan import Plan
+from symcomm.group.executor import LocalExecutor
 from symcomm.group.local import LocalGroup
 from symcomm.hierarchical.standoff import Waits
 
 
 class IntraHostGroup(LocalGroup):
-    """The ranks of one host. They mostly wait for the network, which takes longer than spinning pays for."""
+    """Their own group. They mostly wait for the network, which takes longer than spinning pays for."""
 
     _spin_ns = _yield_ns = 5_000
     waits: Waits
@@ -17,3 +21,41 @@ class IntraHostGroup(LocalGroup):
 
     def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
         self.waits.on_standoff(is_send, self.here[peer], tag)
+
+
+class HostRanks:
+    """What an operation does with the ranks of its host: they compare signatures, and run plans together."""
+
+    def __init__(self, executor: LocalExecutor):
+        self._executor, self.state = executor, executor.state
+
+    def arrival(self, signature: Any, build: Callable[..., Plan] | None = None, args: tuple[Any, ...] = ()) -> Any:
+        """The first step of an operation: compare signatures, and maybe run a collective as well."""
+
+        def make() -> Any:
+            s, rank, world = signature, self.state.rank, self.state.size
+            if build is None:
+                plan = Plan(s.collective, rank, world, s.local_count(), s.dtype, s.redop, 0, "arrival")
+            else:
+                plan = build(rank, world, *args, limits=self._executor.limits)
+                plan = replace(plan, collective=s.collective, count=s.local_count(is_whole=False))
+            return self._executor.load_plan(plan)
+
+        return self._executor.kept_plan((signature, build, args), make)
+
+    def plan(self, build: Callable[..., Plan], *args: Any) -> Any:
+        """That of a collective."""
+        return self._executor.cached_plan(build, *args)
+
+    def run(self, plan: Any, ins: Sequence[int], outs: Sequence[int], timeout_ns: int, site: int) -> int:
+        """Returns a status, as the core has it."""
+        return self.state.handle.run(plan, tuple(ins), tuple(outs), timeout_ns, site, ())
+
+    def refusal(self, seq: int) -> bytes | None:
+        """What the rank told that refused the core's operation of that number."""
+        told = self.state.handle.refusal(seq)
+        return told[1] if told is not None else None
+
+    def gone(self) -> list[int]:
+        """The ranks that died or left, as this host counts them."""
+        return [seen["rank"] for seen in self.state.handle.report()["ranks"] if seen["gone"]]

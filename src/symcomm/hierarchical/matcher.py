@@ -225,7 +225,7 @@ class MessageMatcher:
     def _tell_broken(self, transfer: Transfer) -> None:
         """In a thread of its own: this one may be the channel's, which has to learn first who is gone."""
         if self.group.failures.verdict is None:
-            tell = threading.Thread(target=self.group.on_transfer_error, args=(transfer,), daemon=True)
+            tell = threading.Thread(target=self.group.failures.on_transfer_error, args=(transfer,), daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter ends
                 tell.start()
 

@@ -41,9 +41,8 @@ class RemoteWork(AnyMessageWork):
 
     def __init__(self, matcher: Matcher, message: Message, buffer: Buffer):
         self._matcher = matcher
-        self._group = matcher.group
-        self.message = self._message = message
-        self.group = self._group
+        self.group = self._group = matcher.group
+        super().__init__(message, self._group.name)
         self.buffer = buffer
         self.place = 0  # among the receives of this rank, in the order in which they were posted
         self._started = time.monotonic()
@@ -52,12 +51,11 @@ class RemoteWork(AnyMessageWork):
         self.moved = False  # and has carried it
         # a receive: whether the engine carries the message, or zeros for a cancelled one, once known
         self.is_real: bool | None = None
-        self._error: BaseException | None = None
         self.sender = message.peer
 
     def end(self, error: BaseException | None = None) -> None:
         """With the group's condition held."""
-        if error is None and not self._message.is_send:
+        if error is None and not self.message.is_send:
             native.change_tensors(self.buffer.written)
         self._error, self.ended = error, True
         self._group.cond.notify_all()
@@ -68,7 +66,7 @@ class RemoteWork(AnyMessageWork):
 
     def repost(self) -> None:
         """What arrived was not the message."""
-        self.moving, self.moved, self.is_real, self.sender = False, False, None, self._message.peer
+        self.moving, self.moved, self.is_real, self.sender = False, False, None, self.message.peer
 
     def withdraw(self) -> None:
         """Nothing else may end it; called once the matcher has let go of it."""
@@ -147,7 +145,7 @@ class RemoteWork(AnyMessageWork):
                 self.end(error)
 
     def settle(self) -> None:
-        if not self._message.is_send and self._error is None and self.buffer.target is not None:
+        if not self.message.is_send and self._error is None and self.buffer.target is not None:
             self.buffer.finish()
             self.buffer.target = None
 
@@ -169,12 +167,11 @@ class LocalWork(AnyMessageWork):
     """A message between ranks of one host, with the group's ranks instead of the host's."""
 
     def __init__(self, group: Any, work: MessageWork, message: Message):
-        self._group, self._work, self._message = group, work, message
-        self.message = message
-        self._error: BaseException | None = None
+        super().__init__(message, group.name)
+        self._group, self._work = group, work
 
     def awaited(self) -> list[int]:
-        return [self._message.peer]
+        return [self.message.peer]
 
     def wait(self, timeout: Timeout = None) -> bool:
         if self._error is None:
@@ -187,7 +184,7 @@ class LocalWork(AnyMessageWork):
         raise self._error
 
     def _translated(self, error: errors.SymcommError, seconds: float) -> BaseException:
-        peer, group = self._message.peer, self._group
+        peer, group = self.message.peer, self._group
         if isinstance(error, errors.BadArgumentError) and self._work.outcome is not None:
             _, sender, nbytes, dtype = self._work.outcome
             return self.misfit(group.layout.here[sender], nbytes, dtype, self._work.buffer)
@@ -263,7 +260,7 @@ class AnySourceWork(RemoteWork):
         if self.ended or self.moving or not self._here.is_completed() or self._here.was_withdrawn:
             return self.ended
         self._matcher.forget(self)
-        error = LocalWork(self._group, self._here, self._message).exception()
+        error = LocalWork(self._group, self._here, self.message).exception()
         with self._group.cond:
             if not self.ended:
                 if error is None:

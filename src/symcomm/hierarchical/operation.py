@@ -14,9 +14,15 @@ from symcomm._core import native
 from symcomm.collectives.plan import Collective, Plan
 from symcomm.collectives.select import sizes_of_hash
 from symcomm.group.failure import Status, call_words
-from symcomm.hierarchical.engines.base import Expected, Move, Transfer
-from symcomm.hierarchical.failure import OperationRefused, OperationStopped
+from symcomm.hierarchical.engines.base import Engine, Expected, Move, Transfer
+from symcomm.hierarchical.failure import Failures, OperationRefused, OperationStopped
+from symcomm.hierarchical.intra_host import HostRanks
+from symcomm.hierarchical.leader_links import LeaderLinks
+from symcomm.hierarchical.presence import Presence
+from symcomm.hierarchical.refusal import RefusalsAcrossHosts
+from symcomm.hierarchical.scratch import Scratch, ScratchBuffer
 from symcomm.hierarchical.session import ProtocolViolation
+from symcomm.hierarchical.topology import Layout
 from symcomm.types import DType
 
 IN_FLIGHT = 4  # chunks: two on the network, one that was just produced, one that is being consumed
@@ -53,19 +59,34 @@ class Signature(NamedTuple):
         return HASHED | (zlib.crc32(array("q", [*self]).tobytes()) & 0x3FFFFFFF) << 32 | self.elements & 0xFFFFFFFF
 
 
-class Operation:
-    """Made by HierarchicalGroup for each collective; raises OperationStopped when it cannot go on."""
+class Parts(NamedTuple):
+    """What the operations of a group work with."""
 
-    def __init__(self, group: Any, signature: Signature, seq: int, timeout: float, site: int):
-        self._group = group
+    layout: Layout
+    host: HostRanks
+    links: LeaderLinks
+    arrivals: dict[tuple[int, int], tuple[list[int], Any]]  # (number, leader) -> signature, data
+    engine: Engine
+    scratch: Scratch
+    presence: Presence
+    failures: Failures
+    refusals: RefusalsAcrossHosts
+
+
+class Operation:
+    """One collective. It raises OperationStopped when it cannot go on: ``failures`` knows why."""
+
+    def __init__(self, parts: Parts, signature: Signature, seq: int, timeout: float, site: int):
+        self.layout, self._host, self._engine, self._scratch = parts.layout, parts.host, parts.engine, parts.scratch
+        self._links, self._arrivals, self._presence = parts.links, parts.arrivals, parts.presence
+        self._failures, self._refusals = parts.failures, parts.refusals
         self.signature = signature
         self._seq = seq
         self._match = zlib.crc32(array("q", [seq, *signature]).tobytes()) >> 5  # tells its bytes from other operations'
         self._seconds = timeout
         self._deadline = time.monotonic() + timeout
         self._site = site
-        self._borrowed: list[Any] = []
-        self.layout = group.layout
+        self._borrowed: list[ScratchBuffer] = []
 
     # --- synchronization --------------------------------------------------------------------------------------
 
@@ -87,7 +108,7 @@ class Operation:
         self, build: Callable[..., Plan] | None = None, ins: Sequence[int] = (), outs: Sequence[int] = (), *args: Any
     ) -> None:
         """Wait until all ranks of this host have arrived with the same call; in the same step, run a collective."""
-        self._run(self._group.first_plan(self.signature, build, args), tuple(ins), tuple(outs))
+        self._run(self._host.arrival(self.signature, build, args), ins, outs)
 
     def exchange_arrivals(
         self, payloads: dict[int, bytes], expected: Mapping[int, int] = NOTHING
@@ -100,22 +121,22 @@ class Operation:
     def send_arrivals(self, payloads: dict[int, bytes]) -> None:
         header = {"seq": self._seq, "signature": self.signature}
         for host in self.layout.others:
-            self._group.leader_links.send(self.layout.leader(host), header, payloads.get(host, b""))
+            self._links.send(self.layout.leader(host), header, payloads.get(host, b""))
 
     def receive_arrivals(self, expected: Mapping[int, int] = NOTHING) -> dict[int, bytes | bytearray]:
         """What the other hosts' leaders sent. What this one sent has left by then."""
-        group, links = self._group, self._group.leader_links
-        for key in [key for key in group.arrivals if key[0] < self._seq]:  # at operations that some rank refused
-            del group.arrivals[key]
+        arrivals, links = self._arrivals, self._links
+        for key in [key for key in arrivals if key[0] < self._seq]:  # at operations that some rank refused
+            del arrivals[key]
         awaited = {self.layout.leader(h): h for h in self.layout.others}
         self.wait_for(
-            lambda: [r for r in awaited if (self._seq, r) not in group.arrivals or links.has_backlog(r)],
+            lambda: [r for r in awaited if (self._seq, r) not in arrivals or links.has_backlog(r)],
             LATE_BYTES,
             list(awaited),
         )
-        theirs = {host: group.arrivals.pop((self._seq, r)) for r, host in awaited.items()}
+        theirs = {host: arrivals.pop((self._seq, r)) for r, host in awaited.items()}
         if any(signature != list(self.signature) for signature, _ in theirs.values()):
-            group.failures.mismatch()
+            self._failures.mismatch()
             raise OperationStopped
         for rank, host in awaited.items():
             if (got := len(theirs[host][1])) != (due := expected.get(host, 0)):
@@ -125,13 +146,13 @@ class Operation:
 
     def _cut_off(self, rank: int) -> None:
         """Its link was closed for what arrived. We report it first: to the peer it looks as if we had gone."""
-        self._group.failures.cut_off([rank], ProtocolViolation(f"it {self._group.leader_links.refused[rank]}"))
+        self._failures.cut_off([rank], ProtocolViolation(f"it {self._links.refused[rank]}"))
         raise OperationStopped
 
     def release(self) -> None:
         """Wait until this host's leader has received the arrivals of all others."""
         if len(self.layout.here) > 1:
-            self._run(self._group.first_plan(self.signature), (), ())
+            self._run(self._host.arrival(self.signature), (), ())
 
     def wait_for(
         self, missing: Callable[[], Collection[int]], grace: float = 0.0, listen_to: Sequence[int] = ()
@@ -140,7 +161,7 @@ class Operation:
 
         ``grace``: seconds that something of a rank that ended may still arrive. ``listen_to``: ranks whose links this
         thread reads meanwhile; when one is closed, it may take a moment until its rank is known to be gone."""
-        group, gone_since = self._group, 0.0
+        presence, links, gone_since = self._presence, self._links, 0.0
         whom: Collection[int] = ()
         gone: list[int] = []
 
@@ -149,60 +170,57 @@ class Operation:
             nonlocal whom, gone, gone_since
             if not (whom := missing()):
                 return 0.0
-            if group.failures.verdict is not None:
+            if self._failures.verdict is not None:
                 raise OperationStopped
-            group.refusals.check(self._seq)
-            if listen_to and (refused := next((r for r in whom if r in group.leader_links.refused), None)) is not None:
+            self._refusals.check(self._seq)
+            if listen_to and (refused := next((r for r in whom if r in links.refused), None)) is not None:
                 self._cut_off(refused)
             now = time.monotonic()
-            over = [r for r in whom if listen_to and group.leader_links.is_closed(r)]
-            if gone := [r for r in whom if r in over or group.is_gone(r)]:
+            over = [r for r in whom if listen_to and links.is_closed(r)]
+            if gone := [r for r in whom if r in over or presence.is_gone(r)]:
                 gone_since = gone_since or now
-                if now - gone_since >= grace or any(group.is_gone(r) for r in over):
+                if now - gone_since >= grace or any(presence.is_gone(r) for r in over):
                     return 0.0
             if now >= self._deadline:
                 return 0.0
             return min(self._deadline - now, 0.05 if gone else 5.0)
 
         if listen_to:
-            group.leader_links.listen(listen_to, left)
+            links.listen(listen_to, left)
         else:
-            with group.cond:
+            with presence.cond:
                 while seconds := left():
-                    group.cond.wait(seconds)
+                    presence.cond.wait(seconds)
         if not whom:
             return
         if gone:
-            group.failures.gone(gone)
+            self._failures.gone(gone)
         else:
-            group.failures.late(self._seq, self._seconds, whom)
+            self._failures.late(self._seq, self._seconds, whom)
         raise OperationStopped
 
     # --- on this host -----------------------------------------------------------------------------------------
 
     def local(self, build: Callable[..., Plan], ins: Sequence[int], outs: Sequence[int], *args: Any) -> None:
         """Run a collective of this host's ranks on memory at these addresses. ``args``: arguments of its plan."""
-        self._run(self._group.local.cached_plan(build, *args), tuple(ins), tuple(outs))
+        self._run(self._host.plan(build, *args), ins, outs)
 
-    def _run(self, plan: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
-        group = self._group
+    def _run(self, plan: Any, ins: Sequence[int], outs: Sequence[int]) -> None:
         left = max(1, int((self._deadline - time.monotonic()) * 1e9))
-        ended = group.local.handle.run(plan, ins, outs, left, self._site, ())
+        ended = self._host.run(plan, ins, outs, left, self._site)
         if not ended:
             return
         status = ended & 0xFF
         if status == Status.REFUSED:
-            told = group.local.handle.refusal(ended >> 8)
-            raise OperationRefused(told[1] if told is not None else None)
+            raise OperationRefused(self._host.refusal(ended >> 8))
         if status in (Status.DEAD, Status.LEFT):
-            report = group.local.handle.report()["ranks"]
-            group.failures.gone([self.layout.here[seen["rank"]] for seen in report if seen["gone"]])
+            self._failures.gone([self.layout.here[local] for local in self._host.gone()])
         elif status == Status.TIMEOUT:
-            group.failures.late(self._seq, self._seconds, [r for r in self.layout.here if r != self.layout.rank])
+            self._failures.late(self._seq, self._seconds, [r for r in self.layout.here if r != self.layout.rank])
         elif status == Status.MISMATCH:
-            group.failures.mismatch()
+            self._failures.mismatch()
         else:
-            group.failures.await_verdict()
+            self._failures.await_verdict()
         raise OperationStopped
 
     def combine(self, target: int, sources: Sequence[int], count: int, dtype: int, redop: int) -> None:
@@ -215,13 +233,12 @@ class Operation:
     def expect(self, receives: Pieces) -> Expected | None:
         """Post receives before ranks synchronize, so that no sender has to wait for that."""
         moves = [Move(False, address, nbytes, rank, 0, self._match) for rank, address, nbytes in receives if nbytes]
-        return self._group.engine.expect(moves) if moves else None
+        return self._engine.expect(moves) if moves else None
 
     def start(self, sends: Pieces, expected: Expected | None = None) -> Transfer | None:
         """Start sends, together with receives posted by ``expect``. None: there is nothing to transfer."""
-        group = self._group
         moves = [Move(True, address, nbytes, rank, 0, self._match) for rank, address, nbytes in sends if nbytes]
-        return group.engine.start(moves, group.notify, expected) if moves or expected is not None else None
+        return self._engine.start(moves, self._presence.notify, expected) if moves or expected is not None else None
 
     def finish(self, transfer: Transfer | None) -> None:
         """Wait for a transfer."""
@@ -229,30 +246,30 @@ class Operation:
             return
         self.wait_for(lambda: [] if transfer.ended else transfer.peers, LATE_BYTES)
         if transfer.error is not None:
-            self._group.on_transfer_error(transfer)
+            self._failures.on_transfer_error(transfer)
             raise OperationStopped
 
     # --- memory -----------------------------------------------------------------------------------------------
 
     def borrow(self, nbytes: int) -> int:
         """Address of scratch memory that all ranks of the host can read, until ``give_back`` or the operation's end."""
-        piece = self._group.scratch.take(nbytes)
+        piece = self._scratch.take(nbytes)
         self._borrowed.append(piece)
         return piece.address
 
     def zeros(self, nbytes: int) -> int:
         """Address of so many bytes of zeros, which nobody writes."""
-        return self._group.scratch.zeros(nbytes)
+        return self._scratch.zeros(nbytes)
 
     def give_back(self, address: int) -> None:
         piece = next(p for p in self._borrowed if p.address == address)
         self._borrowed.remove(piece)
-        self._group.scratch.give(piece)
+        self._scratch.give(piece)
 
     def end(self) -> None:
         """Give all memory back. After a failure it is kept instead, since the engine may still write there."""
         for piece in self._borrowed:
-            self._group.scratch.give(piece)
+            self._scratch.give(piece)
         self._borrowed = []
 
     # --- chunks -----------------------------------------------------------------------------------------------

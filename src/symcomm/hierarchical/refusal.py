@@ -11,8 +11,7 @@ import weakref
 from typing import Any
 
 from symcomm import errors
-from symcomm.group.failure import Site, format_site
-from symcomm.group.refusal import pack, refused
+from symcomm.group.refusal import refused
 from symcomm.group.work import Batch
 from symcomm.hierarchical.failure import REACH, OperationRefused
 from symcomm.hierarchical.session import ProtocolViolation
@@ -31,21 +30,12 @@ class RefusalsAcrossHosts:
     def _group(self) -> Any:
         return self._ref()
 
-    def tell(self, error: Exception, site: Site) -> None:
-        """This rank refuses its next call."""
+    def tell(self, seq: int, told: bytes) -> None:
+        """This rank refuses its call: the leaders of the other hosts are told."""
         group = self._group
-        words = format_site(site)
-        told = pack(group.rank, error, words)
-
-        def act() -> None:
-            seq = group.doing[0] + 1
-            group.doing = (seq, "a call that it refused", words)
-            group.local.handle.refuse(told, group.timeout_ns, group.arena.flight.site(site))
-            for host in group.layout.others:
-                message = {"kind": "refusal", "seq": seq, "told": told.decode()}
-                group.tell(group.layout.leader(host), message, timeout=REACH)
-
-        group.queue(act, "refusal", site)
+        for host in group.layout.others:
+            message = {"kind": "refusal", "seq": seq, "told": told.decode()}
+            group.tell(group.layout.leader(host), message, timeout=REACH)
 
     def note(self, rank: int, header: dict[str, Any]) -> None:
         """Called in the control channel's thread."""

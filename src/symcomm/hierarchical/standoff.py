@@ -68,7 +68,7 @@ class Waits:
     def _standoff(self, ranks: Collection[int], answers: dict[int, dict[str, Any]], me: str) -> tuple[int, str]:
         group = self._group
         here, theirs = group.doing[0], [answers[r] for r in ranks if r in answers and r != group.rank]
-        if not theirs or len(theirs) < len(ranks) or group.is_operating or any(a["seq"] <= here for a in theirs):
+        if len(theirs) < max(1, len(ranks)) or group.executor.is_operating or any(a["seq"] <= here for a in theirs):
             return 0, ""
         seq = theirs[0]["seq"]
         return seq, in_collective(sorted(ranks), theirs[0]["call"], seq, me)
@@ -78,7 +78,7 @@ class Waits:
         to find, since an operation that waits for the network is in no call of the core."""
         words = self.ask([rank])[1]
         if words:
-            warn(self._group, format_message(is_send, rank, tag), words)
+            warn(self._group.state, format_message(is_send, rank, tag), words)
 
 
 class Wait:
@@ -107,7 +107,7 @@ class Wait:
         if seen and seen == self._seen and not self._told and not self._work.look():
             self._told = True
             group, message = self._work.group, self._work.message
-            warn(group, format_message(message.is_send, message.peer, message.tag), words)
+            warn(group.state, format_message(message.is_send, message.peer, message.tag), words)
         if seen and seen != self._seen:
             self._ask_at = min(self._ask_at, time.monotonic() + FIRST)
         self._seen = seen

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Site
-from symcomm.group.work import Work
+from symcomm.group.work import FOREVER, LOOK, Work
+from symcomm.hierarchical.failure import HierarchicalState
 
 
 class HierarchicalWork(Work):
     """``act`` performs the operation; it is called once, in the group's thread."""
 
     def __init__(
-        self, group: Any, call: str, site: Site, act: Callable[[], None], outputs: Sequence[Buffer],
-        result: Sequence[Any],
+        self, state: HierarchicalState, number: int, call: str, site: Site, act: Callable[[], None],
+        outputs: Sequence[Buffer] = (), result: Sequence[Any] = (),
     ):  # fmt: skip
-        super().__init__(group, call, site, outputs, result, None)
-        self._number: int = group.sequence_number
+        super().__init__(state, call, site, outputs, result, None)
+        self._number = number
         self._act: Callable[[], None] | None = act
         self._ended = threading.Event()
         self._failed_with: BaseException | None = None
@@ -44,35 +44,34 @@ class HierarchicalWork(Work):
         """Outputs are finished by whoever performs the operation, so there is only the error to take over."""
         with self._lock:
             if not self.settled:
-                self._error = self._failed_with
-                self.outputs, self.settled, self._group = [], True, None
-                self.seconds = time.monotonic() - self._started
+                self._error, self.outputs = self._failed_with, []
+                self._end()
 
-    def _await(self) -> None:
+    def await_end(self) -> None:
         self._ended.wait()
 
-    def poll(self, timeout_ns: int) -> bool:
-        if not self._ended.is_set() and (timeout_ns < 0 or not self._ends_within(timeout_ns)):
+    def _settle_within(self, timeout_ns: int) -> bool:
+        if not self._ended.is_set() and (timeout_ns == LOOK or not self._ends_within(timeout_ns)):
             return False
         self.settle(0)
         return True
 
     def _ends_within(self, timeout_ns: int) -> bool:
-        group = self._group
+        state = self._state
         try:
-            return self._ended.wait(timeout_ns / 1e9 if timeout_ns else None)
+            return self._ended.wait(None if timeout_ns == FOREVER else timeout_ns / 1e9)
         except BaseException:  # of a signal handler: as in a call that blocks
-            if group is not None:
-                group.failures.abort()
+            if state is not None:
+                state.failures.abort()
             self._ended.wait()
             raise
 
     def _give_up(self, seconds: float) -> None:
         """The deadline of whatever runs is now: this one, or one that it stands behind."""
-        group = self._group
-        if group is not None:
-            others = [r for r in range(group.size) if r != group.rank]
-            group.failures.late(min(self._number, group.doing[0]), seconds, others, self._ended.is_set)
+        state = self._state
+        if state is not None:
+            others = [r for r in range(state.size) if r != state.rank]
+            state.failures.late(min(self._number, state.doing[0]), seconds, others, self._ended.is_set)
         self._ended.wait()
         self.settle(0)
 

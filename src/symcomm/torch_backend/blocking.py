@@ -41,7 +41,7 @@ def monitored_barrier(core: Any, timeout: Any, wait_all_ranks: bool) -> None:
         if timeout is not None and timedelta(0) <= timeout < timedelta(milliseconds=1):
             raise errors.DeadlineError(f"Rank {core.rank} timed out in monitoredBarrier after 0 ms.")
     except Exception as error:
-        core.refuse_monitored_barrier(error)
+        core.monitored_barriers.refuse(error)
         raise
     try:
         core.monitored_barrier(seconds_of(None, timeout), wait_all_ranks)

@@ -61,7 +61,7 @@ class DebugChecks:
     def refuse(self, error: Exception) -> None:
         """Tell those who are about to make a call that this rank makes none, and why."""
         self._calls += 1
-        self._core.refuse_monitored_barrier(error)
+        self._core.monitored_barriers.refuse(error)
 
     def _barrier(self, call: str) -> None:
         """Wait for all ranks, and name those that do not arrive."""

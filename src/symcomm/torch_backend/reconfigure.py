@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from symcomm.group.call_hooks import HookCalls
+from symcomm.group.call_hooks import CallHooks
 from symcomm.group.interception import Interception
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def wants_reconfigure(options: Any, backend_options: Any) -> bool:
     return any(getattr(given, "enable_reconfigure", False) for given in (options, backend_options))
 
 
-class EmptyCore(HookCalls):
+class EmptyCore:
     """The core of a group without members. It has the rank and size that torch was given, and hooks for later; all else
     is refused."""
 
@@ -41,7 +41,8 @@ class EmptyCore(HookCalls):
         self.name = str(options.group_id)
         self.rank, self.size = options.group_rank, options.group_size
         self.global_ranks = list(range(self.size))
-        self._interception = Interception()  # of calls through torch's group: this object has none
+        self.interception = Interception()  # of calls through torch's group: this object has none
+        self.call_hooks = CallHooks(self.interception)
         self.members = _reconfigurable()(self.name, options.timeout)
         self.set_timeout, self.destroy = self.members.set_timeout, self.members.destroy
 
@@ -79,7 +80,7 @@ class Membership:
         members.set_timeout(core.timeout)  # which may have been changed since
         new = members.reconfigure(opts.uuid, opts.handles, opts.timeout)
         if isinstance(core, EmptyCore):
-            new.take_over_hooks(core)
+            core.call_hooks.move_to(new.call_hooks)
         return new
 
     def store(self, uuid: int) -> Any:

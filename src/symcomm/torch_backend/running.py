@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.group.failure import call_site, explain
+from symcomm.group.failure import call_site
 from symcomm.group.refusal import Refusals
 from symcomm.group.work import Batch
 from symcomm.ops import BY_NAME, CACHED, Op
@@ -233,10 +233,11 @@ class Calls:
                 status = core.handle.run_cached(number, detail, _single(source), _single(target))
         if status == ASYNC:
             small = _is_small(source if target is None else target)
-            return self._run_inline(number, detail, source, target, opts) if small and core.may_run_inline() else None
+            fits = small and core.executor.may_run_inline()
+            return self._run_inline(number, detail, source, target, opts) if fits else None
         if status > 0:
             try:
-                core.raise_failure(status, CACHED[number].name)
+                raise core.state.fail_with_status(status, CACHED[number].name, call_site(2), None)
             except errors.DeadlineError as error:
                 raise late(error, core.timeout, core.timeout) from None
         return done if status == 0 else None
@@ -255,7 +256,7 @@ class Calls:
         call = CACHED[number].name
         work = DoneWork(result, call, time.monotonic() - begun)
         if status:
-            error = core.fail_with_status(status, call, call_site(3), None, explain)
+            error = core.state.fail_with_status(status, call, call_site(3), None)
             work.failed(late(error, core.timeout, time.monotonic() - begun))
         return work
 

@@ -1,0 +1,260 @@
+"""What runs the requests of a group. LocalExecutor does where ranks share memory: a request becomes a plan, from the
+cache or from ``collectives``, which the core runs, at once or in the group's own thread.
+
+Those across hosts (symcomm.hierarchical) and on GPUs (symcomm.cuda) are siblings."""
+
+from __future__ import annotations
+
+import array
+import functools
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from symcomm import collectives, errors
+from symcomm._core import native
+from symcomm.collectives.plan import Plan
+from symcomm.collectives.select import Limits
+from symcomm.group.buffers import Buffer
+from symcomm.group.custom_plans import CustomCall
+from symcomm.group.failure import call_site, format_site
+from symcomm.group.refusal import Refusals, Settled, pack
+from symcomm.group.request import Request
+from symcomm.group.state import GroupState
+from symcomm.group.work import Timeout, Work, batch_of, to_ns
+from symcomm.types import DType
+
+MOST_PLANS = 4096  # kept by a group; a program that needs more makes them anew
+FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
+
+Buffers = tuple[Sequence[Buffer], Sequence[Buffer]]  # read, and written
+
+
+class Executor(ABC):
+    """Runs the requests of one group."""
+
+    @abstractmethod
+    def execute(self, request: Request, async_op: Any, timeout: Timeout) -> Any:
+        """Run what was asked for; with ``async_op``, while the caller goes on."""
+
+    @abstractmethod
+    def refuse(self, error: Exception) -> None:
+        """Take the next operation's number, and tell the others that this rank makes no call, and why."""
+
+    @abstractmethod
+    def all_gather_array(
+        self, call: str, mine: array.array[Any], dtype: DType, timeout: Timeout, sizes: tuple[int, ...] | None = None
+    ) -> array.array[Any]:
+        """Everybody's array in host memory, one after the other; ``sizes``: their lengths, where they differ."""
+
+
+class HostExecutor(Executor):
+    """On tensors in host memory, whatever connects the ranks. It keeps plans, and works that are under way."""
+
+    def __init__(self, state: GroupState):
+        self.state = state
+        self.pending: list[Work] = []
+        self._keep_lock = threading.Lock()
+        self._plans: dict[Any, Any] = {}
+
+    def run_plan(
+        self, name: str, plan: Plan, inputs: Any, outputs: Any, async_op: Any, timeout: Timeout
+    ) -> Work | None:
+        """Run a plan of the caller's own: only ranks that share memory can."""
+        raise errors.ResourceError(
+            f"{name}: the ranks of group {self.state.name!r} are on several hosts, and a plan works in memory that "
+            "ranks share; use a group of one host's ranks."
+        )
+
+    def all_gather_array(
+        self, call: str, mine: array.array[Any], dtype: DType, timeout: Timeout, sizes: tuple[int, ...] | None = None
+    ) -> array.array[Any]:
+        sizes = sizes or (len(mine),) * self.state.size
+        everyone = array.array(mine.typecode, bytes(mine.itemsize * sum(sizes)))
+        source, out = (Buffer(a.buffer_info()[0], len(a), dtype, a) for a in (mine, everyone))
+        self.execute(Request("all_gather_single", [source], [out], [], sizes, dtype, call=call), False, timeout)
+        return everyone
+
+    def kept_plan(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make()`` returned for this key; plans are kept for the life of the group."""
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) > MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = make()
+        return plan
+
+    def keep(self, work: Work) -> None:
+        """Before it is submitted: the core uses its tensors whether or not the caller keeps or ever gets ``work``."""
+        pending = self.pending
+        pending.append(work)
+        if not self._keep_lock.acquire(blocking=False):
+            return  # somebody looks already; it may be this very thread, which a signal handler interrupted
+        try:
+            # They end in order. One with callbacks is left to the watcher: those never run in a caller's thread.
+            before = len(pending) - 1
+            each = enumerate(itertools.islice(pending, before))
+            over = (i for i, w in each if not w.settled and (w.callbacks or not w.is_completed()))
+            del pending[: next(over, before)]
+        finally:
+            self._keep_lock.release()
+
+    def after_fork(self) -> None:
+        """In a forked child: a thread of the parent may have held the lock."""
+        self._keep_lock = threading.Lock()
+
+
+class LocalExecutor(HostExecutor):
+    """``stage``: where this rank's staging area begins in its arena. ``polls``: how often a small asynchronous call
+    looks whether all others have arrived (see inline_async.py)."""
+
+    def __init__(self, state: GroupState, limits: Limits, stage: int, polls: int):
+        super().__init__(state)
+        self.limits, self._stage, self._polls = limits, stage, polls
+        self._reserved = 0  # bytes of each half of the staging area
+
+    # --- plans ------------------------------------------------------------------------------------------------
+
+    def load_plan(self, plan: Plan) -> Any:
+        """``plan`` as the core runs it. The memory that it stages in is reserved here, so that running out of it is an
+        error at this line. A group that stages nothing has none."""
+        loaded = native.make_plan(plan.encode())
+        self._reserve_stage(native.plan_stage_bytes(loaded))
+        return loaded
+
+    def _reserve_stage(self, nbytes: int) -> None:
+        """Make the pages of ``nbytes`` of each half of this rank's staging area exist."""
+        if nbytes <= self._reserved:
+            return
+        half = self.limits.stage_bytes
+        reach = min(half, max(FIRST_STAGE, 1 << (nbytes - 1).bit_length()))
+        for start in (0, half):
+            self.state.arena.reserve(self._stage + start, reach)
+        self.state.handle.reserved(reach)
+        self._reserved = max(self._reserved, reach)
+
+    def cached_plan(self, build: Callable[..., Plan], *args: Any) -> Any:
+        """The loaded plan for these arguments; plans are kept for the life of the group."""
+        make = functools.partial(build, self.state.rank, self.state.size, *args, limits=self.limits)
+        return self.kept_plan((build, args), lambda: self.load_plan(make()))
+
+    def _plan_of(self, request: Request) -> Any:
+        op = request.op
+        if op.plan == "barrier":
+            return self.cached_plan(_barrier)
+        args = [request.sizes, request.dtype]
+        if op.reduces:
+            args.append(request.redop)
+        if op.rooted:
+            args.append(request.root)
+        if op.listed is not None:
+            args.append(op.listed)
+        return self.cached_plan(getattr(collectives, op.plan), *args)
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    def execute(self, request: Request, async_op: Any, timeout: Timeout) -> Work | None:
+        refusal = request.ask_autograd()
+        state, op, plan = self.state, request.op, self._plan_of(request)
+        if request.key is not None and op.number >= 0:
+            state.handle.cache_plan(op.number, *request.key, plan, self.site_number(3), request.effects)
+        request.keep_apart(state.rank, state.size)
+        buffers = request.inputs, request.outputs
+        work = self._run(request.call, plan, buffers, request.written, request.result, async_op, timeout)
+        if refusal is not None:
+            raise refusal
+        return work
+
+    def run_plan(
+        self, name: str, plan: Plan, inputs: Any, outputs: Any, async_op: Any, timeout: Timeout
+    ) -> Work | None:
+        with Refusals(self):
+            ranks = self.state.rank, self.state.size
+            own = CustomCall(ranks, self.limits.stage_bytes, name, plan, inputs, outputs)
+            checked, loaded = self.kept_plan(own.key, lambda: own.load(self.load_plan))
+            own.check_tensors(checked)
+            written = tuple([buffer.written for buffer in own.outputs])
+            return self._run(name, loaded, (own.inputs, own.outputs), written, own.result, async_op, timeout)
+
+    def _run(
+        self, call: str, plan: Any, buffers: Buffers, written: tuple[Any, ...], result: Sequence[Any], async_op: Any,
+        timeout: Timeout,
+    ) -> Work | None:  # fmt: skip
+        """``buffers``: inputs and outputs; ``written``: tensors that autograd shall know to be written."""
+        state, (inputs, outputs) = self.state, buffers
+        timeout_ns = state.timeout_ns if timeout is None else to_ns(call, timeout)
+        if self.pending:
+            self._refresh_copies([b for b in (*outputs, *inputs) if b.original is not None])
+        ins = tuple([b.address for b in inputs])
+        outs = tuple([b.address for b in outputs])
+        if state.failure is not None:
+            state.check_usable()
+        if async_op:
+            return self._submit(
+                call, plan, buffers, written, result, (ins, outs), timeout_ns, batch_of(async_op)
+            )  # fmt: skip
+        started = time.monotonic()
+        status = state.handle.run(plan, ins, outs, timeout_ns, self.site_number(3), written)
+        if status:
+            raise state.fail_with_status(status, call, call_site(3), time.monotonic() - started)
+        for buffer in outputs:
+            if buffer.target is not None:
+                with Settled():
+                    buffer.finish()
+        return None
+
+    def _submit(
+        self, call: str, plan: Any, buffers: Buffers, written: tuple[Any, ...], result: Sequence[Any],
+        addresses: tuple[Any, Any], timeout_ns: int, batch: Any,
+    ) -> Work:  # fmt: skip
+        state, site, (inputs, outputs) = self.state, call_site(4), buffers
+        work = Work(state, call, site, outputs, result, (inputs, written, plan))
+        callback = work.copy_out_in_core if any(b.target is not None for b in outputs) else None
+        where = state.arena.flight.site(site)
+        self.keep(work)
+        try:
+            work.request = state.handle.submit(plan, *addresses, timeout_ns, where, written, callback, batch)
+        except OSError as error:
+            self.pending.remove(work)
+            raise errors.no_thread("asynchronous operations", error) from None
+        except BaseException:
+            state.handle.abort()  # an interrupt: nobody knows whether it was submitted
+            raise
+        return work
+
+    def _refresh_copies(self, copies: Sequence[Buffer]) -> None:
+        """A copy of a tensor must hold what operations before this one make of it."""
+        for copy in copies:
+            before = [w for w in list(self.pending) if any(copy.touches(out) for out in w.outputs)]
+            for work in before:
+                work.wait_until(None)
+            if before:
+                copy.refresh()
+
+    def site_number(self, depth: int) -> int:
+        """The caller's place, as the flight recorder knows it."""
+        return self.state.arena.flight.site(call_site(depth + 1))
+
+    def refuse(self, error: Exception) -> None:
+        state = self.state
+        if state.size > 1 and state.failure is None:
+            site = call_site(2)
+            told = pack(state.rank, error, format_site(site))
+            state.handle.refuse(told, state.timeout_ns, state.arena.flight.site(site))
+
+    def may_run_inline(self) -> bool:
+        """Whether an asynchronous call may run inline: nothing is queued before it, and all others have arrived."""
+        last = self.pending[-1:]
+        return (
+            self._polls > 0
+            and self.state.failure is None
+            and (not last or last[0].settled)  # they end in order
+            and self.state.handle.announce(self._polls)
+        )
+
+
+def _barrier(rank: int, world: int, limits: Any) -> Plan:
+    return collectives.barrier(rank, world)
