@@ -243,6 +243,13 @@ def test_every_collective(tmp_path: Path, ranks: int, sizes: int, more: list[str
         assert len(mine) == 2 * len(places) * (1 if collective == "barrier" else sizes)
 
 
+def test_ordinary_tensors_in_the_shared_heap_are_a_side_of_their_own(tmp_path: Path):
+    path = tmp_path / "out.json"
+    code, output = cli("all_reduce", "-b", "64K", "-e", "64K", "--heap", *TINY, "--json", str(path))
+    assert code == 0 and "# wrong elements: 0" in output, output
+    check_rows(path, 2, {"ordinary", "symmetric", "heap"})
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_windows(tmp_path: Path, ranks: int):
     path = tmp_path / "out.json"

@@ -1,8 +1,8 @@
 """Runs a benchmark: starts every side's ranks once, then measures them in turns.
 
-A *side* is a library with its ranks (symcomm, gloo, mpich, openmpi); a *series* is one column of results: ours with
-ordinary tensors, ours with symmetric ones, or a peer. All series of a case are measured one after the other, several
-rounds long, so that a noisy neighbour hits them all.
+A *side* is a library with its ranks (symcomm, gloo, mpich, openmpi); a *series* is one column of results: a peer, or
+ours with tensors of one kind (ordinary, symmetric, ordinary ones in the shared heap). All series of a case are measured
+one after the other, several rounds long, so that a noisy neighbour hits them all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from symcomm.types import DType
 Tick = Callable[[str], None]  # called after every turn, with what it was
 Seen = Callable[[list[Any]], None]  # called after every part, with all that is known by then
 
-OURS = ("ordinary", "symmetric")  # series of our own side; every other series is a side of that name
+OURS = ("ordinary", "symmetric", "heap")  # series of our own side; every other series is a side of that name
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
 PLACES = {
     "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),

@@ -196,13 +196,19 @@ class SymcommSide(TorchSide):
 
     @classmethod
     def joined(cls, args: SimpleNamespace) -> SymcommSide:
+        os.environ["SYMCOMM_HEAP"] = "1"  # torch, which is imported next, reads it; only series "heap" takes from there
         import symcomm
 
         store = symcomm.FileStore(args.store, args.world)
         return cls(symcomm.init(store=store, rank=args.rank, world_size=args.world, timeout=GROUP_TIMEOUT))
 
     def empty(self, count: int, dtype: str, kind: str) -> Any:
+        from symcomm.memory import shared_heap
+
         if kind != "symmetric":
+            if kind == "heap" and (why := shared_heap.heap_stats().why_not):
+                raise Unsupported(why)
+            shared_heap.serve_from(shared_heap.LEAST_BYTES if kind == "heap" else shared_heap.NEVER)
             return super().empty(count, dtype, kind)
         torch_dtype = getattr(self.torch, dtype)
         return self.torch.frombuffer(self.group.arena.buffer(count * torch_dtype.itemsize), dtype=torch_dtype)

@@ -436,6 +436,7 @@ def bench(
     rounds: options.Rounds = None,
     symmetric: options.Symmetric = False,
     ordinary: options.Ordinary = False,
+    heap: options.Heap = False,
     against: options.Against = "",
     collectives: options.Collectives = "all_reduce",
     neighbours: options.Neighbours = "none,2:1,10:1,25:4",
@@ -458,6 +459,7 @@ def bench(
       symcomm bench all_reduce -b 4 -e 64M -f 4
       symcomm bench all --quick --against gloo,mpich,openmpi --json new.json
       symcomm bench p2p --plot p2p.svg
+      symcomm bench all --quick --heap -b 64K
       symcomm bench window --quick --against mpich,openmpi
       symcomm bench groups --ranks 4
       symcomm bench ddp
@@ -494,7 +496,8 @@ def bench(
         what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
         sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)
         effort = _effort(rounds, iters, warmup, check != 0, quick)
-        kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
+        kinds = [kind for kind in OURS[:2] if ordinary == symmetric or ordinary == (kind == "ordinary")]
+        kinds += ["heap"] if heap else []
         bench_collective(what, sizes, ranks, kinds, against, effort, wanted, pin=pin, quick=quick)
 
 

@@ -58,6 +58,7 @@ Rounds = Annotated[
 ]
 Symmetric = Annotated[bool, flag("--symmetric", "Only tensors in symmetric memory.")]
 Ordinary = Annotated[bool, flag("--ordinary", "Only ordinary tensors.")]
+Heap = Annotated[bool, flag("--heap", "Also ordinary tensors that lie in the shared heap (SYMCOMM_HEAP=1).")]
 Against = Annotated[
     str,
     option(

@@ -18,11 +18,23 @@ from symcomm._core import native
 from symcomm.errors import ResourceError
 from symcomm.memory.limits import physical_bytes
 
-__all__ = ["LEAST_BYTES", "VARIABLE", "HeapStats", "heap_stats", "least_bytes", "open_heap", "room", "say_ordinary"]
+__all__ = [
+    "LEAST_BYTES",
+    "NEVER",
+    "VARIABLE",
+    "HeapStats",
+    "heap_stats",
+    "least_bytes",
+    "open_heap",
+    "room",
+    "say_ordinary",
+    "serve_from",
+]
 
 VARIABLE = "SYMCOMM_HEAP"
 # `symcomm bench all --heap`: with 16 ranks the gain begins at 16 KiB, and smaller tensors would share pages.
 LEAST_BYTES = 16 << 10
+NEVER = 1 << 62
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _OFF = ("", "0", "off", "no", "false")
 _ON = ("1", "on", "yes", "true")
@@ -95,6 +107,11 @@ def open_heap(base: int, nbytes: int, fd: int, offset: int) -> None:
     except OSError as error:
         raise ResourceError(f"symmetric memory: no shared heap: {error.strerror}.") from error
     _reason = ""
+
+
+def serve_from(nbytes: int) -> None:
+    """Tensors of fewer bytes than that are ordinary from now on; ``NEVER``: all are."""
+    native.set_heap_least(nbytes)
 
 
 def say_ordinary(why: str) -> None:

@@ -65,7 +65,7 @@ def apply() -> Undo:
     ours = native.wrap_allocator(theirs, _address(library, _IS_SIMPLE), *reporter)
     if ours is None:
         return ordinary(f"torch {torch.__version__} has an allocator that we do not know")
-    native.set_heap_least(shared_heap.least_bytes() or shared_heap.LEAST_BYTES)
+    shared_heap.serve_from(shared_heap.least_bytes() or shared_heap.LEAST_BYTES)
     choose(ours)
     if current() != ours:
         return ordinary("another allocator has been given to torch, with a higher priority")
