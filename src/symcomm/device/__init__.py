@@ -3,9 +3,9 @@
 =================  ====================================================================
 file               what it holds
 =================  ====================================================================
-devices.py         from what callers write (0, "cuda:1", "cpu", -1) to torch.device
+devices.py         converts what callers write (0, "cuda:1", "cpu", -1) to torch.device
 copies.py          broadcast, scatter, gather: plain copies, differentiable as they are
-sums.py            reduce_add: one tensor from each device, added in the order given
+sums.py            reduce_add: adds one tensor from each device, in the order given
 coalesce.py        broadcast and reduce_add of many tensors, packed where they cross devices
 packing.py         many tensors <-> one flat buffer
 nccl.py            the part NCCL takes over between different GPUs
@@ -17,6 +17,6 @@ apply.py           run each copy on its input, one thread each
 data_parallel.py   DataParallel: all of the above around a module
 =================  ====================================================================
 
-An entry of a device list may be the CPU, and one device may be listed several times, so everything here can be tried
-on any machine. Public names are in ``symcomm.comm``.
+A device list may contain the CPU, and the same device several times, so you can try everything here on any machine.
+Public names are in ``symcomm.comm``.
 """

@@ -19,9 +19,9 @@ def parallel_apply(
 ) -> list[Any]:
     """``modules[i](*inputs[i], **kwargs[i])`` on ``devices[i]`` for every i, at the same time; results in order.
 
-    An input that is not a tuple or list is a single argument. A device that is not given is the first tensor's of the
-    input. Grad mode, inference mode and autocast are those of the caller. When one fails, an exception of its type
-    names it and carries its traceback.
+    An input that is not a tuple or list is a single argument. The default device is that of the input's first tensor.
+    Grad mode, inference mode and autocast are the caller's. If a module fails, an exception of the same type names it
+    and carries its traceback.
 
     Raises: BadArgumentError; what a module raises, with its replica and device.
     """
@@ -36,7 +36,7 @@ def parallel_apply(
     state = _CallerState(run.device for run in runs)
     if count == 1:
         runs[0].go(state)
-    else:  # none in this thread: what else torch keeps per thread shall be the same for all of them
+    else:  # none in this thread, so that torch's other state per thread is the same for all of them
         threads = [threading.Thread(target=run.go, args=(state,), name=f"replica {run.index}") for run in runs]
         for thread in threads:
             thread.start()
@@ -49,7 +49,7 @@ def parallel_apply(
 
 
 class _CallerState:
-    """What torch keeps per thread, and replicas shall share with the caller."""
+    """Torch's state per thread that replicas share with the caller."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.grad = torch.is_grad_enabled()
@@ -90,7 +90,7 @@ class _Run:
         try:
             with state.on(self.device):
                 self.output = self.module(*self.inputs, **self.kwargs)
-        except BaseException as error:  # anything that ends a thread must be told
+        except BaseException as error:  # report anything that ends a thread
             self.error = error
 
 
@@ -103,7 +103,7 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 
 
 class _Text(str):
-    """A message that shows as it is where an exception prints the repr of its argument, as KeyError does."""
+    """A message that prints unchanged even if an exception shows the repr of its argument, as KeyError does."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -120,7 +120,7 @@ def _raise_first(failed: list[_Run]) -> NoReturn:
     text = f"{type(error).__name__} in replica {run.index} on device {run.device}{others}. Its traceback:\n{original}"
     try:
         told = type(error)(_Text(text))
-    except Exception:  # its constructor wants something else
+    except Exception:  # its constructor has a different signature
         told = RuntimeError(text)
     raise told from error
 

@@ -1,4 +1,4 @@
-"""The names under which torch's own extension module has these functions."""
+"""These functions under the names of torch's own extension module."""
 
 from __future__ import annotations
 

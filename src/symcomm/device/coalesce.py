@@ -1,6 +1,6 @@
-"""broadcast and reduce_add of many tensors at once: packed where they cross from one device to another.
+"""broadcast and reduce_add of many tensors at once, packed where they cross devices.
 
-Results are detached from autograd, each with a version counter of its own: changing one in place is no change of
+Results are detached from autograd, and each has its own version counter: to change one in place does not change
 another. ``Broadcast`` and ``ReduceAddCoalesced`` in functions.py are the differentiable forms.
 """
 
@@ -40,8 +40,8 @@ def _check_buffer_size(call: str, buffer_size: Any) -> int:
 def broadcast_coalesced(tensors: Any, devices: Any, buffer_size: int = BUFFER_SIZE) -> list[list[torch.Tensor]]:
     """For each device, copies of all ``tensors`` in their order.
 
-    The first entry of ``devices`` that is the tensors' own device gets the tensors themselves; every other entry gets
-    copies of its own, even when it is the same device again.
+    The first entry of ``devices`` that is the tensors' own device gets the tensors themselves. Every other entry gets
+    its own copies, even if it is the same device again.
 
     Raises: BadArgumentError.
     """
@@ -68,7 +68,7 @@ def own_entry(device: torch.device, devices: Sequence[torch.device]) -> int | No
 
 
 def _copies(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], limit: int) -> list[list[torch.Tensor]]:
-    """Copies of tensors of any layout: what is made of dense parts travels as these."""
+    """Copies of tensors of any layout: layouts made of dense parts travel as those parts."""
     if all(t.layout is torch.strided for t in tensors):
         return packing.copies(tensors, devices, limit)
     parts = [part for tensor in tensors for part in _parts(tensor)]
@@ -105,7 +105,7 @@ def reduce_add_coalesced(
     """``inputs[d]`` lists the tensors of one device; result ``i`` is the sum of tensor ``i`` of every list.
 
     A column whose tensors are all sparse has a sparse sum, and a dense one if only some are. A single list that is
-    already on ``destination`` is given back as it is.
+    already on ``destination`` is returned as it is.
 
     Raises: BadArgumentError.
     """
@@ -146,7 +146,7 @@ def _check_lists(call: str, lists: list[list[torch.Tensor]]) -> None:
 
 
 def _add_in_core(lists: list[list[torch.Tensor]], device: torch.device) -> tuple[list[torch.Tensor], Sequence[int]]:
-    """Sums in one pass over all sources, in C, where all are on the CPU; and the indices of those it did not take."""
+    """Sums in one pass over all sources, in C, if all are on the CPU; and the indices of those it did not take."""
     first = lists[0]
     on_cpu = device.type == "cpu" and all(tensors[0].device.type == "cpu" for tensors in lists)
     if not on_cpu or not 1 < len(lists) <= MOST_LISTS:
@@ -196,7 +196,7 @@ def add_packed(device: torch.device, columns: list[list[torch.Tensor]], limit: i
 
 
 def _add_here(device: torch.device, columns: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Sums of what is already on ``device``: on a GPU a few launches for all of them, as long as that rounds once."""
+    """Sums of tensors already on ``device``: on a GPU with a few launches for all of them, if that rounds once."""
     count = len(columns[0]) if columns else 0
     twice_rounded = any(c[0].dtype in NARROW and (count > 2 or c[0].dtype.itemsize == 1) for c in columns)
     if count < 2 or device.type == "cpu" or twice_rounded:
@@ -212,7 +212,7 @@ def _add_here(device: torch.device, columns: list[list[torch.Tensor]]) -> list[t
 
 
 def _alike(column: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Dense tensors with the same strides, so that their memory can be added as it lies."""
+    """The same tensors, dense and with the same strides, so that their memory can be added directly."""
     column = [packing.dense(t) for t in column]
     if any(t.stride() != column[0].stride() for t in column):
         return [t.contiguous() for t in column]

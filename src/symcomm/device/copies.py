@@ -1,8 +1,8 @@
 """broadcast, scatter and gather: plain copies between any devices.
 
-They are made of torch's own copies, so they can be differentiated (backward and forward mode), keep memory formats and
-leave the interpreter lock free while data moves. Copies to an accelerator are asynchronous, in order with the device's
-current stream; copies to the CPU are complete when the call returns.
+They use torch's own copies, so they are differentiable (backward and forward mode), keep memory formats and release the
+interpreter lock while data moves. Copies to an accelerator are asynchronous, in the order of the device's current
+stream; copies to the CPU are complete when the call returns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from symcomm.device.devices import (
 
 
 def waits(device: torch.device) -> bool:
-    """Whether copies to ``device`` may be finished later: not where the CPU could read them too early."""
+    """Whether copies to ``device`` may finish later; not on the CPU, which could read them too early."""
     return device.type != "cpu"
 
 
@@ -44,7 +44,7 @@ def current_stream(device: torch.device) -> Any:
 def broadcast(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> tuple[torch.Tensor, ...]:
     """A copy of ``tensor`` on each of ``devices``, or in each tensor of ``out``.
 
-    Where a device is the tensor's own, the result is the tensor itself.
+    On the tensor's own device, the result is the tensor itself.
 
     Raises: BadArgumentError.
     """
@@ -93,10 +93,10 @@ def scatter(
 ) -> tuple[torch.Tensor, ...]:
     """Consecutive pieces of ``tensor`` along ``dim``, one on each of ``devices`` or in each tensor of ``out``.
 
-    Unless ``chunk_sizes`` says otherwise pieces are those of ``torch.chunk``: equal but for the last, and fewer than
-    devices when there is too little to share; of nothing, an empty one for each. A piece whose device is the tensor's
-    own is a view of it. ``streams`` holds one stream or None per device; the copy then runs on it, after what the
-    tensor's current stream has been given so far.
+    By default (without ``chunk_sizes``), pieces are those of ``torch.chunk``: equal except the last, and fewer than
+    devices if there is too little to share; an empty tensor gives an empty piece for each. A piece on the tensor's own
+    device is a view of it. ``streams`` has one stream or None per device; the copy runs on that stream, after the work
+    that the tensor's current stream has so far.
 
     Raises: BadArgumentError.
     """
@@ -171,7 +171,7 @@ def _check_streams(streams: Any, devices: Sequence[torch.device]) -> list[Any]:
 
 @contextlib.contextmanager
 def _on_stream(stream: Any, source: torch.Tensor) -> Iterator[None]:
-    """Run copies on ``stream``, after what made ``source``, whose memory is kept until they are done."""
+    """Run copies on ``stream``, after the work that made ``source``; keep its memory until they are done."""
     if stream is None:
         yield
         return
@@ -261,13 +261,14 @@ def _gathered_shape(tensors: list[torch.Tensor], dim: int) -> list[int]:
 
 
 def common_memory_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
-    """The one that all tensors have; contiguous where they differ."""
+    """The memory format that all tensors have; contiguous if they differ."""
     formats = {suggested_memory_format(t) for t in tensors}
     return formats.pop() if len(formats) == 1 else torch.contiguous_format
 
 
 def suggested_memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """What PyTorch takes a tensor's strides for, dense or not. Strides that fit both formats are contiguous."""
+    """The memory format that PyTorch infers from a tensor's strides, dense or not. Strides that fit both count as
+    contiguous."""
     order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(tensor.dim())
     if order is None or tensor.numel() == 0 or tensor.stride(1) == 0:
         return torch.contiguous_format

@@ -1,4 +1,4 @@
-"""DataParallel: a module whose input is split over devices, run there, and joined again."""
+"""DataParallel: splits a module's input over devices, runs a copy on each, and joins the outputs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from symcomm.device.devices import accelerators, as_device, as_devices
 from symcomm.device.nested import gather_nested, scatter_kwargs
 from symcomm.device.replicate import replicate
 
-BALANCED = 0.75  # warn when a GPU has less than this part of another's memory or cores
+BALANCED = 0.75  # warn if a GPU has less than this part of another's memory or cores
 
 
 class DataParallel(nn.Module):
     """``module`` on every device of ``device_ids``: each gets a part of the batch (dimension ``dim``).
 
-    A forward copies the module to the devices, splits the tensors among its arguments, runs the copies at the same
-    time and joins their outputs on ``output_device`` (the first device unless given). A backward adds the copies'
-    gradients up in the module's parameters. Devices may be GPUs, "cpu", and the same one several times; without
-    ``device_ids`` all GPUs are used, and where there are none the module runs as it is.
+    A forward copies the module to the devices, splits the tensors among its arguments, runs the copies at the same time
+    and joins their outputs on ``output_device`` (the first device unless given). A backward adds the copies' gradients
+    in the module's parameters. Devices may be GPUs, "cpu", and the same device several times. Without ``device_ids`` it
+    uses all GPUs; if there are none, the module runs as it is.
 
     Raises: BadArgumentError; what the module raises, with its replica and device.
     """
@@ -40,7 +40,7 @@ class DataParallel(nn.Module):
             self.output_device: torch.device | None = None
             return
         self.output_device = _output_device("DataParallel", output_device, self.device_ids)
-        self.src_device_obj = self.device_ids[0]  # where the module is; subclasses look for it by torch's name
+        self.src_device_obj = self.device_ids[0]  # where the module is; subclasses use torch's name for it
         _warn_of_imbalance(self.device_ids)
         if len(self.device_ids) == 1:
             self.module.to(self.device_ids[0])

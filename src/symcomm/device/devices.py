@@ -1,4 +1,4 @@
-"""From what callers write (0, "cuda:1", "cpu", -1) to ``torch.device``; refusals name the entry and what it was."""
+"""Converts what callers write (0, "cuda:1", "cpu", -1) to ``torch.device``; errors name the entry and its value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALLOWED = 'a device: an index of 0 or more, a torch.device, or a name such as "c
 
 @functools.cache
 def accelerator() -> str | None:
-    """The kind of accelerator this machine has; a torch built for one may well run without. Asking takes a while."""
+    """The kind of accelerator this machine has; a torch built for one may run without. To ask takes a while."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
@@ -67,7 +67,7 @@ def _complete(call: str, argument: str, value: Any, device: torch.device) -> tor
 
 
 def as_devices(call: str, argument: str, values: Any, *, allow_none: bool = False) -> list[torch.device]:
-    """A list of devices; each entry is checked and named by its index."""
+    """A list of devices; errors name an entry by its index."""
     if isinstance(values, (str, torch.device, int)) or not isinstance(values, Iterable):
         raise errors.bad_argument(call, argument, values, "a list of devices", "put a single device in a list")
     devices = [as_device(call, f"{argument}[{i}]", value) for i, value in enumerate(values)]
@@ -77,7 +77,8 @@ def as_devices(call: str, argument: str, values: Any, *, allow_none: bool = Fals
 
 
 def as_destination(call: str, value: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
-    """Where a result goes. Unless given: the current accelerator if a tensor is on one, else the first one's device."""
+    """Where a result goes. By default the current accelerator if a tensor is on one, otherwise the first tensor's
+    device."""
     if value is not None:
         return as_device(call, "destination", value, minus_one_is_cpu=True)
     on_accelerator = next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), None)
@@ -87,7 +88,7 @@ def as_destination(call: str, value: Any, tensors: Sequence[torch.Tensor]) -> to
 
 
 def as_tensors(call: str, argument: str, values: Any) -> list[torch.Tensor]:
-    """A list of tensors; anything else in it is named by its index."""
+    """A list of tensors; errors name anything else in it by its index."""
     if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):
         raise errors.bad_argument(call, argument, type(values), "a list of tensors", "put a single tensor in a list")
     tensors = list(values)

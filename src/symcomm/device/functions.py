@@ -1,7 +1,7 @@
 """Broadcast, Scatter, Gather and ReduceAddCoalesced as autograd functions, backward and forward mode.
 
-Each is the other's derivative: what a broadcast copied out, the backward pass adds up; what a scatter split, it joins.
-Whole lists of tensors are one node of the graph, and cross between devices packed.
+They are each other's derivatives: the backward pass adds what a broadcast copied, and joins what a scatter split. A
+whole list of tensors is one node of the graph, and crosses devices packed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Broadcast(Function):
         forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
         own = own_entry(ctx.source, ctx.devices)
         if own is not None:
-            # An input given back as it is becomes a view of itself, which torch cannot make of a sparse one; and in
-            # forward mode torch (2.13) drops the tangents of later outputs. The same memory under a new name helps.
+            # torch makes a returned input a view of itself, which it cannot do for a sparse one; and in forward mode
+            # torch (2.13) drops the tangents of later outputs. A new tensor over the same memory avoids both.
             renamed = [t.data if forward_mode or t.layout is not torch.strided else t for t in outputs[own]]
             outputs[own] = renamed
         if forward_mode:  # a tangent is not a requires_grad

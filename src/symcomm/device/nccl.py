@@ -1,4 +1,4 @@
-"""NCCL, through torch: between different GPUs, for tensors that nobody differentiates."""
+"""NCCL, through torch: between different GPUs, for tensors without gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import comm as torch_comm
 
 
 def recorded(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether autograd, in either mode, follows what happens to one of these; it does not see what NCCL does."""
+    """Whether autograd, in either mode, tracks one of these tensors. It does not see what NCCL does."""
     grad = torch.is_grad_enabled()
     return any((grad and t.requires_grad) or forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
@@ -30,7 +30,7 @@ def can_broadcast(tensor: torch.Tensor, devices: Sequence[torch.device]) -> bool
 
 
 def broadcast(tensor: torch.Tensor, devices: Sequence[torch.device]) -> tuple[torch.Tensor, ...]:
-    """A copy for each device, the tensor itself for its own. torch copies where its NCCL cannot."""
+    """A copy for each device, the tensor itself on its own. If torch's NCCL cannot do it, torch copies."""
     return tuple(torch_comm.broadcast(tensor, [d.index for d in devices]))
 
 

@@ -31,7 +31,7 @@ def _made_like(template: Any, items: Iterable[Any]) -> Any:
 def scatter_nested(value: Any, devices: Any, dim: int = 0) -> list[Any]:
     """``value`` once per device, its tensors split along ``dim``, everything else shared.
 
-    There are as many as the tensors give pieces: all of them the same number, or rows would be lost.
+    The tensors decide the number of pieces, and must all give the same number, or rows would be lost.
 
     Raises: BadArgumentError.
     """
@@ -52,7 +52,7 @@ def _tensors_in(value: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_pieces(call: str, tensors: Iterable[tuple[str, torch.Tensor]], parts: int, dim: int) -> None:
-    """Refuse tensors of which some give fewer pieces than others. What is empty has no rows to lose."""
+    """Refuse tensors if some give fewer pieces than others. Empty ones have no rows to lose."""
     first = None
     for where, tensor in tensors:
         if tensor.dim() == 0:
@@ -95,7 +95,7 @@ def _like(template: dict[Any, Any], items: dict[Any, Any]) -> Any:
 def scatter_kwargs(
     inputs: Sequence[Any], kwargs: dict[str, Any] | None, devices: Any, dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
-    """Positional and keyword arguments for each device; as many as both of them have pieces.
+    """Positional and keyword arguments for each device; as many as the pieces of both.
 
     Raises: BadArgumentError."""
     targets = as_devices("scatter_kwargs", "devices", devices)
@@ -118,7 +118,7 @@ def scatter_kwargs(
 def gather_nested(outputs: Iterable[Any], destination: Any, dim: int = 0) -> Any:
     """One value from those of all devices: tensors joined along ``dim`` on ``destination``.
 
-    The values must have one structure. What is not a tensor must be the same in all.
+    All values must have the same structure. Values that are not tensors must be equal in all.
 
     Raises: BadArgumentError.
     """
@@ -162,7 +162,7 @@ def _braced(key: Any) -> str:
 
 
 def _same(values: list[Any], where: str) -> Any:
-    """What is no tensor and no container: the value that all devices agree on."""
+    """For a value that is neither tensor nor container: the value that all devices agree on."""
     for i, value in enumerate(values):
         if not _is_same(value, values[0]):
             allowed = f"a tensor, or the same as {where.format(0)}, which is {values[0]!r}"
@@ -171,7 +171,8 @@ def _same(values: list[Any], where: str) -> Any:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Alike: arrays in all elements, NaN as NaN, and what cannot be compared only with itself."""
+    """Whether two values are equal: arrays in all elements, NaN equals NaN, and incomparable values equal only
+    themselves."""
     if a is b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)):
         return True
     try:

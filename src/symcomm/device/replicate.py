@@ -1,4 +1,4 @@
-"""One copy of a module per device. Parameters of the copies lead, through autograd, back to the module's own."""
+"""One copy of a module per device. Gradients of the copies' parameters flow back to the module's own."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from symcomm.device.functions import Broadcast
 def replicate(module: nn.Module, devices: Any, detach: bool = False) -> list[nn.Module]:
     """A copy of ``module`` for each of ``devices``; the first has the module's own memory if it is on that device.
 
-    The copies' parameters are plain tensors, whose gradients are added up in the module's parameters; with ``detach``
-    they are cut off, but for those that are the module's own. Buffers are copied, and shared where the memory is: what
-    the first copy writes in place, stays.
+    The copies' parameters are plain tensors, and the module's parameters collect their gradients. With ``detach`` they
+    are cut off, except those that are the module's own. Buffers are copied, except where the module's own memory is
+    shared: what the first copy writes in place, stays.
 
     Raises: BadArgumentError.
     """
@@ -56,7 +56,7 @@ def _shell(module: nn.Module) -> Any:
 
 
 def _attach(module: Any, table: str, name: str, value: Any) -> None:
-    """Parameters of a copy are no leaves, hence plain attributes; what is None stays in its table."""
+    """Parameters of a copy are not leaves, hence plain attributes; None stays in its table."""
     if value is None:
         getattr(module, table)[name] = None
     else:

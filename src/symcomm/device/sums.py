@@ -23,7 +23,7 @@ NARROW = {torch.float16, torch.bfloat16} | {
 
 
 def reduce_add(inputs: Any, destination: Any = None) -> torch.Tensor:
-    """The elementwise sum of ``inputs``, on ``destination`` (-1: the CPU); a single input is given back as it is.
+    """The elementwise sum of ``inputs``, on ``destination`` (-1: the CPU); a single input is returned as it is.
 
     Raises: BadArgumentError."""
     tensors = as_tensors("reduce_add", "inputs", inputs)

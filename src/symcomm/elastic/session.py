@@ -1,8 +1,8 @@
 """Session: a training loop whose ranks may die and come back.
 
-Between two steps newcomers are let in and get the state. When a rank is lost in the middle of a step, the others shrink
-the group, put back the state they had before that step, and run it again: the global batch is then shared by fewer. A
-rank may have finished the step in which another one failed; then its state is the one that all go on from.
+Between two steps, a session lets newcomers in and gives them the state. If a rank is lost in the middle of a step, the
+others shrink the group, restore the state from before that step, and run it again; fewer ranks then share the global
+batch. If some rank has finished the step in which another failed, all go on from its state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from symcomm.group.grow import close
 from symcomm.group.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
-NO_STATE, FRESH = -2, -1  # steps of a rank that has just come: to a job under way, or with the others at its start
+NO_STATE, FRESH = -2, -1  # steps of a rank that has just come: to a running job, or with the others at its start
 
 
 def _enter() -> ProcessGroup:
@@ -73,16 +73,16 @@ class Session:
         self._wait, self._min_size, self._admit_every = wait, min_size, admit_every
         self._quorum = quorum
         self._on_change, self._enter = on_change, enter
-        self._full = 0  # as many ranks as there were at most
+        self._full = 0  # the most ranks there were
         self._settled = False
-        self._lost = False  # a rank, just now
+        self._lost = False  # a rank was lost just now
         self._admits = True  # newcomers can find us
 
     # --- what a step uses -------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """In the group as it is now; -1 in a newcomer that came too late."""
+        """This process's rank in the current group; -1 in a newcomer that came too late."""
         return -1 if self.group is None else self.group.rank
 
     @property
@@ -90,13 +90,14 @@ class Session:
         return 0 if self.group is None else self.group.size
 
     def share(self, count: int) -> slice:
-        """This rank's part of ``count`` items. The parts of all ranks are everything, and nothing twice."""
+        """This rank's part of ``count`` items. Together, all ranks' parts are all items, each once."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def run(self, step: Callable[[Session], Any], steps: int) -> list[Any]:
-        """Returns what the steps returned, in order, on every rank; nothing in a newcomer to a job that is over."""
+        """Run the steps. Returns their results, in order, on every rank; nothing in a newcomer to a job that is
+        over."""
         try:
             self._begin()
         except errors.GroupUnusableError as error:
@@ -108,10 +109,10 @@ class Session:
             try:
                 self._settle()
                 if self.step >= steps:
-                    self.group.barrier()  # nobody leaves while others may still need its state
+                    self.group.barrier()  # no rank leaves while others may still need its state
                     break
                 if self._admit():
-                    continue  # newcomers begin at the top of this loop, and so do all with them
+                    continue  # newcomers begin at the top of this loop, so all ranks do
                 self._check_size()
                 result = step(self)
             except Exception as error:
@@ -140,7 +141,7 @@ class Session:
     # --- coming and going -------------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Before a step: let newcomers in, if any wait; says whether there were any."""
+        """Before a step: let in newcomers that wait; returns whether there were any."""
         waits = self._lost and self._wait > 0 and self.size < self._full
         self._lost = False
         if not self._admits or not (waits or self.step % self._admit_every == 0):
@@ -148,7 +149,7 @@ class Session:
         try:
             self._use(self.group.grow(wait=self._wait, size=self._full) if waits else self.group.grow())
         except errors.StoreConnectionError as error:
-            self._admits = False  # on all ranks: they get the same answer
+            self._admits = False  # on all ranks, because all get the same answer
             log.warning("no more ranks can join: %s", error)
         return not self._settled
 
@@ -159,7 +160,7 @@ class Session:
             )
 
     def _recover(self, error: Exception) -> None:
-        """Go on without the ranks that were lost; raises ``error`` if that is not what it is about."""
+        """Go on without the lost ranks; raises ``error`` if it is about something else."""
         self._lost = True
         while True:
             self._check_is_loss(error)
@@ -183,10 +184,10 @@ class Session:
             raise error
 
     def _settle(self) -> None:
-        """All ranks go on from the same step, with the state of the one that is farthest.
+        """Make all ranks go on from the same step, with the state of the rank that is farthest.
 
-        On every new group this comes first, and ranks decide by what they agree on here alone: a newcomer, or a rank
-        that was cut short in this very place, may know less than others."""
+        This comes first on every new group, and ranks decide only by what they agree on here: a newcomer, or a rank
+        that was interrupted in this very place, may know less than others."""
         if self._settled:
             return
         mine = json.dumps([self.step, self._full, self._lost, self._admits])
@@ -206,7 +207,7 @@ class Session:
         self._settled = True
 
     def _wrap_model(self) -> None:
-        """A fresh DistributedDataParallel on the group as it is now, on all ranks alike."""
+        """A fresh DistributedDataParallel on the current group, the same on all ranks."""
         if self._wrap is None:
             return
         from symcomm.ddp.module import DistributedDataParallel
@@ -215,7 +216,7 @@ class Session:
         if self.model is not self._module:
             self.model.reducer._remove_autograd_hooks()
         for parameter in self._module.parameters():
-            parameter.grad = None  # it may lie in a bucket of the reducer before
+            parameter.grad = None  # it may lie in a bucket of the previous reducer
         core = self.group
         lifetime = timedelta(seconds=core.timeout)
         group = TorchGroup(core.store, core.rank, core.size, lifetime, core.name, core.global_ranks, core=core)

@@ -1,7 +1,7 @@
-"""A copy of a training's state that can be put back, or sent to other ranks.
+"""A copy of the training state that can be restored, or sent to other ranks.
 
-The state of anything with ``state_dict()`` and ``load_state_dict()`` is taken apart into tensors and the rest. Tensors
-are copied, and travel through symmetric memory; the rest is pickled, between ranks of one job only.
+It takes the state of anything with ``state_dict()`` and ``load_state_dict()`` apart into tensors and the rest. It
+copies tensors, and sends them through symmetric memory. It pickles the rest, only between ranks of one job.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from symcomm import symm_mem
 from symcomm.group.process_group import ProcessGroup
 
 Stateful = Any  # has state_dict() and load_state_dict()
-PIECE_BYTES = 32 << 20  # of tensors sent at a time: bounds what the buffer takes
+PIECE_BYTES = 32 << 20  # of tensors sent at a time: limits the size of the buffer
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor was."""
+    """The place of a tensor."""
 
     index: int
 
 
 def take_apart(thing: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of nested containers, in which tensors are replaced by slots; the tensors themselves go to the list."""
+    """A copy of nested containers with slots instead of tensors; the tensors go to the list."""
     if isinstance(thing, torch.Tensor):
         tensors.append(thing.detach())
         return _Slot(len(tensors) - 1)
@@ -73,7 +73,7 @@ class RandomState:
 
 
 class Snapshot:
-    """The state of ``things`` at one moment. Taking it again reuses its memory.
+    """The state of ``things`` at one moment. A later snapshot reuses its memory.
 
     Raises: RankFailedError, DeadlineError from ``send``."""
 
@@ -97,8 +97,8 @@ class Snapshot:
             thing.load_state_dict(put_together(self._rest[name], self._tensors))
 
     def send(self, group: ProcessGroup, root: int, extra: Any = None) -> Any:
-        """Everybody's snapshot becomes that of rank ``root``; returns root's ``extra``. Nothing is put back yet, and a
-        failure on the way leaves every snapshot as it was."""
+        """Make every rank's snapshot that of rank ``root``; returns root's ``extra``. This restores nothing yet, and a
+        failure leaves every snapshot as it was."""
         is_root = group.rank == root
         told = b""
         if is_root:

@@ -1,4 +1,4 @@
-"""Where other hosts reach this one.
+"""The address at which other hosts reach this one.
 
 SYMCOMM_ADDRESS says it (an address or an interface); else the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME
 names; else the address from which this host reaches the meeting place, MASTER_ADDR; else the one of its default route.

@@ -1,11 +1,11 @@
-"""Store: what every key-value store can do, and the calls that follow from simpler ones.
+"""Store: the calls of every key-value store, some of them made of simpler ones.
 
 A subclass defines the primitives it can (``set``, ``get``, ``check``, ``add``, ``compare_set``, ``delete_key``,
-``list_keys``, ``queue_*``). ``wait``, ``append``, ``multi_get``, ``multi_set``, ``num_keys``, ``barrier`` and
-``clone`` then work by themselves; a subclass overrides them where it has something better.
+``list_keys``, ``queue_*``). ``wait``, ``append``, ``multi_get``, ``multi_set``, ``num_keys``, ``barrier`` and ``clone``
+then work by themselves; a subclass overrides them if it can do better.
 
-Keys are text. Values go in as str or bytes and come out as bytes. A call that waits raises StoreDeadlineError, naming
-the keys that did not come, when ``timeout`` seconds (300 unless set) have passed.
+Keys are text. You pass values as str or bytes and get bytes back. A call that waits raises StoreDeadlineError after
+``timeout`` seconds (300 unless set); the error names the missing keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 _LONGEST = 1e9  # seconds; thirty years, and below what the system's clocks can take
 _NUMBER = re.compile(rb"\s*([+-]?)0*(\d+)")  # what follows is ignored, as PyTorch's stores do
 _INT64 = range(-(2**63), 2**63)
-_POLL_FIRST, _POLL_LAST = 0.001, 0.020  # seconds between two looks at a store that cannot wake us
+_POLL_FIRST, _POLL_LAST = 0.001, 0.020  # seconds between two polls of a store that cannot wake us
 
 
 class NotOfferedError(CallerError, NotImplementedError):
@@ -57,11 +57,11 @@ class Store:
     # --- primitives: a subclass defines those it offers -----------------------------------------
 
     def set(self, key: str, value: Value) -> None:
-        """Store ``value`` under ``key``, replacing what was there."""
+        """Store ``value`` under ``key``; replaces an earlier value."""
         raise self._lacks("set")
 
     def get(self, key: str) -> bytes:
-        """The value of ``key``; waits until somebody sets it."""
+        """The value of ``key``; waits until it is set."""
         raise self._lacks("get")
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -73,7 +73,7 @@ class Store:
         raise self._lacks("add")
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        """Set ``key`` to ``desired`` if its value is ``expected``, in one atomic step; returns what holds afterwards.
+        """Set ``key`` to ``desired`` if its value is ``expected``, in one atomic step; returns the value afterwards.
 
         An absent key counts as holding ``expected`` if that is empty. If ``expected`` is not empty, nothing is set
         and ``expected`` itself comes back.
@@ -95,17 +95,17 @@ class Store:
         raise self._lacks("queue_push")
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the oldest value of the queue; if it is empty wait for one, or raise QueueEmptyError."""
+        """Take the oldest value of the queue; if it is empty, wait for one, or raise QueueEmptyError."""
         raise self._lacks("queue_pop")
 
     def queue_len(self, key: str) -> int:
-        """How many values the queue holds (0 if nobody pushed yet)."""
+        """How many values the queue holds (0 before the first push)."""
         raise self._lacks("queue_len")
 
     # --- what follows from the primitives --------------------------------------------------------
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Return once all ``keys`` exist. Here by looking again and again, 1 to 20 ms apart."""
+        """Return once all ``keys`` exist. This class polls, every 1 to 20 ms."""
         keys = to_keys(f"{type(self).__name__}.wait", keys)
         seconds = self._seconds(timeout)
         for _ in poll_until(seconds):
@@ -116,7 +116,7 @@ class Store:
             raise keys_missing(self, "wait", missing, seconds)
 
     def append(self, key: str, value: Value) -> None:
-        """Put ``value`` after what is already there, atomically; an absent key counts as empty."""
+        """Append ``value`` to what is there, atomically; an absent key counts as empty."""
         tail = to_bytes(f"{type(self).__name__}.append", value)
         with self._exclusively(key, self._seconds(None)):
             try:
@@ -142,9 +142,9 @@ class Store:
         return len(self.list_keys())
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Return once ``world_size`` callers have come. The same key can be used for one barrier after the other.
+        """Return once ``world_size`` callers have come. The same key works for one barrier after another.
 
-        A caller that gives up takes itself off the count, so a later try is not let through by its ghost.
+        A caller that gives up takes itself off the count, so that it does not count towards a later try.
         """
         call = f"{type(self).__name__}.barrier"
         key, world_size = to_key(call, key), to_world_size(call, world_size)
@@ -153,8 +153,8 @@ class Store:
         turn, place = divmod(self.add(counter, 1) - 1, world_size)
         if place == world_size - 1:
             if turn > 0:
-                self._forget(_marker(key, turn - 1))  # whoever came to this turn has left the one before
-            self.set(_marker(key, turn), "1")  # the last thing we do: the others may go, and take the store with them
+                self._forget(_marker(key, turn - 1))  # callers of this turn have left the previous one
+            self.set(_marker(key, turn), "1")  # the last thing we do: the others may leave now, with the store
             return
         try:
             self.wait([_marker(key, turn)], timedelta(seconds=seconds))
@@ -165,14 +165,14 @@ class Store:
                 raise barrier_late(f"{call}({key!r})", key, seconds, f"{here} of {world_size} came") from None
 
     def clone(self) -> Store:
-        """A store with the same content that another thread may use at the same time; here the store itself."""
+        """A store with the same content, for use by another thread at the same time; here the store itself."""
         return self
 
     def has_extended_api(self) -> bool:
         """Whether append, multi_get, multi_set and queues are the store's own, not made of simpler calls."""
         return False
 
-    # PyTorch's C++ asks classes written in Python by these names: a subclass may define either one.
+    # PyTorch's C++ calls Python classes by these names: a subclass may define either one.
 
     def deleteKey(self, key: str) -> bool:
         """``delete_key``."""
@@ -203,7 +203,7 @@ class Store:
         )
 
     def _forget(self, key: str) -> bool:
-        """Delete ``key``, if this store can delete; whether it can."""
+        """Delete ``key`` if this store can delete; returns whether it can."""
         try:
             self.delete_key(key)
         except CallerError:
@@ -212,10 +212,10 @@ class Store:
 
     @contextlib.contextmanager
     def _exclusively(self, key: str, seconds: float) -> Iterator[None]:
-        """Keep others who do the same off ``key``.
+        """Lock ``key`` against other callers of this.
 
-        compare_set does not tell its caller from somebody else who wrote the same value, so a change that depends on
-        the value before needs this: our token is nobody else's.
+        compare_set cannot tell its caller from another that wrote the same value, so a change that depends on the
+        previous value needs this lock: our token is unique.
         """
         lock, token = f"{key}/lock", os.urandom(16).hex().encode()
         for _ in poll_until(seconds):
@@ -230,7 +230,7 @@ class Store:
                 self.compare_set(lock, token, b"")
 
     def _withdraw(self, counter: str, full: int) -> int | None:
-        """Take one off a barrier's count; returns the count before, or None if the barrier was full after all."""
+        """Take one off a barrier's count; returns the count before, or None if the barrier was already full."""
         try:
             with self._exclusively(counter, 5.0):
                 while int(now := self.get(counter)) < full:
@@ -239,7 +239,7 @@ class Store:
                         return int(now)
                 return None
         except (CallerError, DeadlineError):
-            return int(self.get(counter))  # we cannot take it back: the count keeps us, as in PyTorch
+            return int(self.get(counter))  # we cannot undo it: the count keeps us, as in PyTorch
 
 
 # --- helpers for every store -----------------------------------------------------------------------
@@ -269,7 +269,7 @@ def to_key(call: str, key: object) -> str:
 
 
 def to_keys(call: str, keys: object) -> list[str]:
-    """A list of keys; a lone str is refused, as it would be taken for a list of letters."""
+    """A list of keys. Refuses a lone str, which would pass for a list of letters."""
     return [to_key(call, key) for key in _to_list(call, "keys", keys, "put brackets around a single key")]
 
 
@@ -281,7 +281,7 @@ def _to_list(call: str, argument: str, items: object, fix: str = "") -> list[Any
 
 
 def to_pairs(call: str, keys: object, values: object) -> list[tuple[str, bytes]]:
-    """Keys with their values, which must be as many."""
+    """Keys with their values; there must be equally many."""
     names, given = to_keys(call, keys), _to_list(call, "values", values)
     if len(names) != len(given):
         raise bad_argument(call, "values", f"{len(given)} values", f"as many as the {len(names)} keys")
@@ -337,7 +337,7 @@ def to_seconds(timeout: object, call: str = "Store") -> float:
 
 
 def poll_until(seconds: float) -> Iterator[None]:
-    """Yields at once, then ever more slowly (1 to 20 ms apart), and a last time when the deadline has passed."""
+    """Yields at once, then less and less often (1 to 20 ms apart), and a last time after the deadline."""
     end = time.monotonic() + seconds
     pause = _POLL_FIRST
     yield
@@ -348,14 +348,14 @@ def poll_until(seconds: float) -> Iterator[None]:
 
 
 def keys_missing(store: Store, call: str, keys: Sequence[str], seconds: float) -> DeadlineError:
-    """The error of a wait for keys that nobody set."""
+    """The error of a wait for keys that were never set."""
     names = ", ".join(repr(key) for key in keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
     what = "key" if len(keys) == 1 else "keys"
     where = f"{type(store).__name__}.{call}"
     return wait_late(where, keys, seconds, f"nobody set {what} {names}")
 
 
-# Programs look for PyTorch's words in what its stores raise: they follow ours, in parentheses.
+# Programs search errors for PyTorch's words, so these follow ours in parentheses.
 
 
 def wait_late(call: str, keys: Sequence[str], seconds: float, why: str) -> StoreDeadlineError:

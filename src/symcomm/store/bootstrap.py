@@ -1,4 +1,4 @@
-"""Who am I, who else is there, and where do we meet.
+"""Which rank is this process, which other ranks are there, and where do they meet.
 
 ``identify`` (launchers.py) reads what a launcher left in the environment; ``rendezvous`` turns that, or a URL, into a
 store::
@@ -37,7 +37,7 @@ IN_KUBERNETES = (
 
 
 class Rendezvous(NamedTuple):
-    """The result: a store that all ranks share, and who we are. ``host`` is this machine's name."""
+    """The result: a store that all ranks share, and this process's rank. ``host`` is this machine's name."""
 
     store: Store
     rank: int
@@ -58,9 +58,9 @@ def rendezvous(
     timeout: Timeout = DEFAULT_TIMEOUT,
     environ: Mapping[str, str] | None = None,
 ) -> Rendezvous:
-    """Find out who we are and return a store that all ranks share.
+    """Find out this process's rank and return a store that all ranks share.
 
-    ``rank`` and ``world_size``, where given, win over the environment. ``timeout`` is also the store's.
+    ``rank`` and ``world_size``, if given, win over the environment. ``timeout`` is also the store's.
 
     Raises: RendezvousError, StoreConnectionError, StoreUnreachableError, StoreAuthError.
     """
@@ -86,7 +86,7 @@ def rendezvous(
 
 
 def _from_url(url: str, parts: SplitResult, rank: int, world_size: int) -> dict[str, int]:
-    """Rank and world size that the caller gave, as arguments or in the URL; not both ways."""
+    """Rank and world size from the caller: arguments or the URL, not both."""
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     given: dict[str, int] = {}
     for name, argument in (("rank", rank), ("world_size", world_size)):
@@ -106,7 +106,7 @@ def _overridden(me: Identity, given: Mapping[str, int]) -> Identity:
     if not changed:
         return me
     source = "arguments" if len(given) == 2 else f"arguments and {me.source}"
-    # The launcher's idea of this machine does not fit another rank or world size.
+    # What the launcher says of this machine does not fit another rank or world size.
     me = me._replace(local_rank=None, local_world_size=None, source=source)
     return me._replace(rank=given.get("rank", me.rank), world_size=given.get("world_size", me.world_size))
 
@@ -133,7 +133,7 @@ def _unknown(what: str, environ: Mapping[str, str]) -> RendezvousError:
 def _meet(
     url: str, parts: SplitResult, me: Identity, timeout: timedelta, environ: Mapping[str, str]
 ) -> tuple[Store, str]:
-    """The store, and where it is in words."""
+    """The store, and a description of where it is."""
     assert me.world_size is not None
     if parts.scheme == "file":
         path = unquote(parts.netloc + parts.path)

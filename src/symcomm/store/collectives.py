@@ -1,7 +1,7 @@
-"""StoreCollectives: the collectives that need nothing but a store. For setting up, not for data.
+"""StoreCollectives: collectives that need only a store. Use them for setup, not for data.
 
-Each call uses a key of its own; the keys in the store are ``key`` or ``key/rank``. Every timeout is for the whole
-call, and the error names the ranks that did not come.
+Each call needs its own key; the keys in the store are ``key`` or ``key/rank``. A timeout covers the whole call, and the
+error names the ranks that did not come.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from symcomm.store.base import DEFAULT_TIMEOUT, Store, Timeout, Value, to_bytes,
 class StoreCollectives:
     """Collectives among ``world_size`` ranks that share ``store``, which may also be one of PyTorch's.
 
-    Raises: BadArgumentError, DeadlineError that names who did not come, CallerError for a key that was used before."""
+    Raises: BadArgumentError, DeadlineError that names the missing ranks, CallerError for a key that was used before."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         if not isinstance(world_size, int) or world_size < 1:
@@ -30,7 +30,7 @@ class StoreCollectives:
         self._used: set[str] = set()
 
     def barrier(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT, block: bool = True) -> None:
-        """Return once every rank has called. With ``block=False`` say that we are here, and do not wait."""
+        """Return once every rank has called. With ``block=False``, announce this rank and do not wait."""
         seconds = to_seconds(timeout, "barrier")
         self._barrier(f"barrier({key!r})", self._use("barrier", key), seconds, block)
 
@@ -41,7 +41,7 @@ class StoreCollectives:
         self._store.set(self._use("broadcast_send", key), own)
 
     def broadcast_recv(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
-        """What the one rank that called ``broadcast_send`` gave."""
+        """The data of the rank that called ``broadcast_send``."""
         seconds = to_seconds(timeout, "broadcast_recv")
         key = self._use("broadcast_recv", key)
         return self._receive("broadcast", key, key, seconds)
@@ -53,7 +53,7 @@ class StoreCollectives:
         self._store.set(f"{self._use('gather_send', key)}/{self._rank}", own)
 
     def gather_recv(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> list[bytes]:
-        """Every rank's data in rank order; ``data`` is our own."""
+        """Every rank's data in rank order; ``data`` is this rank's."""
         seconds, own = to_seconds(timeout, "gather_recv"), to_bytes("gather_recv", data)
         key = self._use("gather_recv", key)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -61,7 +61,7 @@ class StoreCollectives:
         return [*found[: self._rank], own, *found[self._rank :]]
 
     def scatter_send(self, key: str, data: Sequence[Value], timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
-        """Give ``data[r]`` to each rank r, which calls ``scatter_recv``; returns our own."""
+        """Give ``data[r]`` to each rank r, which calls ``scatter_recv``; returns this rank's part."""
         to_seconds(timeout, "scatter_send")
         if isinstance(data, str | bytes) or len(data) != self._world_size:
             raise bad_argument("scatter_send", "data", data, f"a list of {self._world_size} items, one for each rank")
@@ -72,7 +72,7 @@ class StoreCollectives:
         return parts[self._rank]
 
     def scatter_recv(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
-        """Our part of what the one rank that called ``scatter_send`` gave."""
+        """This rank's part of the data of the rank that called ``scatter_send``."""
         seconds = to_seconds(timeout, "scatter_recv")
         key = self._use("scatter_recv", key)
         return self._receive("scatter", key, f"{key}/{self._rank}", seconds)
@@ -95,7 +95,7 @@ class StoreCollectives:
     # --- parts -----------------------------------------------------------------------------------
 
     def _use(self, call: str, key: str) -> str:
-        """A key serves once: a second use would find the first one's data."""
+        """A key works once: a second use would find the first one's data."""
         name = to_key(call, key)
         if name in self._used:
             raise CallerError(f"{call}: key {name!r} was used before; use a new key for each call.")
@@ -122,7 +122,7 @@ class StoreCollectives:
         return self._store.get(name)
 
     def _came(self, names: list[str], seconds: float) -> bool:
-        """Wait for keys; whether they came in time."""
+        """Wait for keys; returns whether they came in time."""
         end = time.monotonic() + seconds
         try:
             if names:

@@ -1,9 +1,9 @@
 """FileStore: a store in one file that processes share.
 
 The file is a log of changes (see file_formats.py). Writers hold the file's lock (``flock``, which the kernel drops when
-a process dies), read what is new, and put their change at the end. A writer that is killed half way leaves a piece of a
-change there: readers see that it is not whole and stop before it, and the next writer cuts it off. Readers take no lock
-where checksums tell them what is whole; in PyTorch's format they share one. The file only ever grows.
+a process dies), read what is new, and append their change. A writer that is killed half way leaves part of a change:
+readers see that it is incomplete and stop before it, and the next writer cuts it off. With checksums, readers can tell
+what is complete and take no lock; in PyTorch's format they share one. The file only grows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from symcomm.store.base import poll_until, to_int
 from symcomm.store.file_formats import FRAMES, Format, LoggedTable, format_of
 from symcomm.store.hash import Result, Table, TableStore
 
-NAMELESS = "/proc/self/fd/"  # a file that has no name, and goes with the last process that holds it
+NAMELESS = "/proc/self/fd/"  # a file without a name, which vanishes with the last process that holds it
 _leaving: deque[tuple[Log, int]] = deque()  # logs to leave once their thread holds no file's lock
 _thread = threading.local()  # .holds: the file whose lock this thread holds, or ""
 
@@ -52,7 +52,7 @@ class Log:
             ) from None
         self.pid = os.getpid()
         self.threads = threading.RLock()
-        self.busy = False  # whoever has it is in the middle of a call
+        self.busy = False  # its holder is in the middle of a call
         self._start_over()
 
     def _start_over(self) -> None:
@@ -60,7 +60,7 @@ class Log:
         self.table = LoggedTable()
 
     def join(self, seconds: float) -> None:
-        """Count ourselves as a user of the file, making the file if need be."""
+        """Count ourselves as a user of the file; create it if necessary."""
         while True:
             with self.locked(seconds):
                 # Between our opening and our locking it, the last user may have removed the file.
@@ -71,7 +71,8 @@ class Log:
             self._open(self.path)
 
     def leave(self, world_size: int) -> None:
-        """Count ourselves out; the last of ``world_size`` users removes the file. Never raises: we are closing.
+        """Take ourselves off the count; the last of ``world_size`` users removes the file. Never raises: we are
+        closing.
 
         The garbage collector may call this in a thread that holds the lock of the same file for another store."""
         if getattr(_thread, "holds", ""):
@@ -177,8 +178,8 @@ class Log:
             self._write(self.format.opening)
 
     def catch_up(self, seconds: float) -> None:
-        """Without the file's lock, where that is safe: read what is new."""
-        # What looks damaged we may have read while a writer replaced a torn frame. Look again when nobody writes.
+        """Read what is new, without the file's lock if that is safe."""
+        # We may have read while a writer replaced a torn frame. Look again while no one writes.
         if not self.format.is_checked or self._read() == "damaged":
             self._lock(seconds, fcntl.LOCK_SH)
             try:
@@ -187,7 +188,7 @@ class Log:
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def _read_sound(self) -> str:
-        """While nobody can write: read what is new, and say whether a piece of a change follows."""
+        """While no one can write: read what is new, and say whether part of a change follows."""
         what_follows = self._read()
         if what_follows == "damaged":
             raise errors.StoreConnectionError(
@@ -200,7 +201,7 @@ class Log:
         if size == self.offset:
             return "end"
         if size < self.offset:
-            return "damaged"  # somebody cut off frames that we have seen
+            return "damaged"  # another process cut off frames that we have seen
         data = self._bytes(size - self.offset)
         if self.offset == 0:
             found = format_of(data)
@@ -244,9 +245,9 @@ class Log:
 class FileStore(TableStore):
     """A store in the file ``file_name``, for processes (and threads) that can all reach it.
 
-    With ``world_size`` given, the file is removed when that many stores have been closed and none is left open.
-    Start each job with a new name: what an earlier job left in the file is still there. A file that PyTorch's made is
-    read and written in its format.
+    With ``world_size`` given, the file is removed when that many stores have been closed and none is left open. Use a
+    new name for each job: an earlier job's keys are still in the file. The store keeps the format of a file that
+    PyTorch's store made.
 
     Raises: BadArgumentError, StoreDeadlineError, QueueEmptyError, StoreConnectionError for a damaged file,
     ResourceError.
@@ -274,7 +275,7 @@ class FileStore(TableStore):
 
     @staticmethod
     def _another(*args: Any, **named: Any) -> FileStore:
-        """For ``clone``: a subclass whose clones are of its own class says how they are made."""
+        """For ``clone``: a subclass overrides this to make clones of its own class."""
         return FileStore(*args, **named)
 
     def clone(self) -> FileStore:

@@ -1,8 +1,8 @@
 """How the ranks of a new group tell each other what they need to know, through a store.
 
-Any store will do, ours or PyTorch's. The same ranks may meet under the same prefix again and again, also after an
-attempt that failed, and however far apart they come. So nothing is ever read that was not written for this meeting:
-whoever arrives brings a fresh token, and the leader (rank 0) opens a *generation* for the tokens that it found::
+Any store will do, ours or PyTorch's. The same ranks may meet under the same prefix again and again, even after a failed
+attempt, and however far apart they come. So a rank only reads what was written for this meeting: each brings a fresh
+token, and the leader (rank 0) opens a *generation* for the tokens that it found::
 
     here/R        rank R's token and first item; "!" before the token: R gave up, and why ("?" before that: because of
                   others, who may say more)
@@ -41,14 +41,14 @@ Exchange = Callable[[bytes], list[bytes]]  # everybody's bytes, in rank order
 T = TypeVar("T")
 
 LOOK_FIRST, LOOK_LAST = 0.0001, 0.02  # seconds between two looks
-LOOK_FOR_STALE = 0.25  # seconds between two looks whether another rank has started over
-LOOK_FOR_DEAD = 0.1  # seconds between two looks whether all others live
-HEARSAY = 0.4  # seconds for a rank's own reason to come, where others say that they gave up because of it
-LOOK_FOR_FAILED = 0.25  # seconds between two looks whether one of them cannot take part
-TELLING = 1.0  # seconds that a leader stays for the others to be told, since it may serve the store
+LOOK_FOR_STALE = 0.25  # seconds between checks whether another rank has started over
+LOOK_FOR_DEAD = 0.1  # seconds between checks whether all others live
+HEARSAY = 0.4  # seconds to wait for a rank's own reason if others say that they gave up because of it
+LOOK_FOR_FAILED = 0.25  # seconds between checks whether one of them cannot take part
+TELLING = 1.0  # seconds that a leader stays until the others know, because it may serve the store
 ABSENT = "-"
 TOKEN = 16  # characters
-POLL = 0.005  # seconds between two looks at the arrival of a rank that had given up
+POLL = 0.005  # seconds between checks for the arrival of a rank that had given up
 
 
 _answered: deque[str] = deque(maxlen=4096)  # tokens that this process has answered, as a leader: never twice
@@ -76,15 +76,16 @@ def handshake(
     tidy: bool = True,
     check: Callable[[], None] | None = None,
 ) -> T:
-    """What ``build(exchange)`` makes, together with the other ranks that call this on the same ``prefix``.
+    """Return what ``build(exchange)`` makes, together with the other ranks that call this on the same ``prefix``.
 
-    When that returns, all ranks must have seen that all have built theirs (a barrier does), since keys are removed
-    then; unless ``tidy`` is False, for a store that nobody uses again. ``check``, where given, raises once one of the
-    ranks cannot come any more. Raises DeadlineError, naming the ranks that did not come within ``timeout`` seconds."""
+    When ``build`` returns, all ranks must know that all have built theirs (a barrier does this), because keys are
+    removed then; unless ``tidy`` is False, for a store that is not used again. ``check``, if given, raises once one of
+    the ranks cannot come any more. Raises DeadlineError, naming the ranks that did not come within ``timeout``
+    seconds."""
     if size == 1:
         return build(lambda item: [item])
     deadline = time.monotonic() + timeout
-    written: list[str] = []  # by all attempts: what one of them told may be secret, and is removed at last
+    written: list[str] = []  # by all attempts: what one of them told may be secret, so it is removed at the end
     while True:
         attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call, check, written)
         try:
@@ -93,11 +94,11 @@ def handshake(
             continue
         except BaseException as error:
             if isinstance(error, errors.SymcommError) and attempt.is_stale() and time.monotonic() < deadline:
-                continue  # with what somebody who started over left behind
+                continue  # with what a rank that started over left behind
             has_left = isinstance(error, errors.PeerError) and not isinstance(error, _GaveUp)
             reason = attempt.find_reason() if has_left else None
             if reason is not None:
-                raise reason from error  # somebody left because it cannot take part
+                raise reason from error  # a rank left because it cannot take part
             attempt.give_up(error)
             raise
         if tidy:
@@ -112,7 +113,7 @@ def _ends_with_leader(store: Any) -> bool:
 
 
 def _nothing_to_check() -> None:
-    """Nobody knows who of the others lives."""
+    """For callers that cannot know which ranks live."""
 
 
 class _StartOver(errors.PeerError):
@@ -120,7 +121,7 @@ class _StartOver(errors.PeerError):
 
 
 class _GaveUp(errors.RankFailedError):
-    """Another rank will not go on; everybody sees that for themselves."""
+    """Another rank will not go on; each rank sees that for itself."""
 
 
 class _Attempt:
@@ -145,7 +146,7 @@ class _Attempt:
         self._tokens: list[str] = []  # of the generation's ranks, once there is one
         self._generation = ""
         self._turn = 0
-        self._mine = written  # keys that we wrote and nobody removes for us
+        self._mine = written  # keys that we wrote and must remove ourselves
         self._look_at = 0.0
         self._has_given_up = False
         self._heard_at = 0.0  # when another rank was first found to have given up because of others
@@ -157,11 +158,11 @@ class _Attempt:
         return self._key(f"here/{rank}")
 
     def __call__(self, item: bytes) -> list[bytes]:
-        """Everybody's items of this turn."""
+        """All ranks' items of this turn."""
         try:
             return self._exchange(item)
         except (errors.PeerError, RuntimeError):
-            self._check_ranks()  # a rank that is gone is a better reason, and may have been the store's host
+            self._check_ranks()  # a rank that is gone is a better reason; it may have been the store's host
             raise
 
     def _exchange(self, item: bytes) -> list[bytes]:
@@ -235,7 +236,7 @@ class _Attempt:
     # --- waiting ----------------------------------------------------------------------------------------------
 
     def _await(self, keys: list[str]) -> None:
-        """Wait for the others to arrive, which may take them long."""
+        """Wait for the others to arrive, which may take long."""
         look = LOOK_FOR_DEAD if self._can_check else LOOK_FOR_FAILED
         while True:
             left = max(0.001, self._deadline - time.monotonic())
@@ -253,7 +254,7 @@ class _Attempt:
             self._check_failed()
 
     def _watch(self, keys: list[str]) -> None:
-        """Wait for ranks that are in the generation, and look whether they still are."""
+        """Wait for ranks of the generation, and check that they are still in it."""
         pause, self._look_at = LOOK_FIRST, time.monotonic() + LOOK_FOR_STALE
         while not self._store.check(keys):
             if time.monotonic() > self._deadline:
@@ -280,7 +281,7 @@ class _Attempt:
         return found
 
     def check(self) -> None:
-        """For whoever waits for the others, here or elsewhere: raises once one of them cannot or will not go on."""
+        """For any code that waits for the others: raises once one of them cannot or will not go on."""
         self._check_ranks()
         if (now := time.monotonic()) > self._look_at:
             self._check_others()
@@ -325,7 +326,7 @@ class _Attempt:
         return None
 
     def _hear(self, rank: int, value: bytes) -> _GaveUp:
-        """What rank ``rank`` has left when it gave up, as an error of this rank."""
+        """What ``rank`` left when it gave up, as an error of this rank."""
         _told.append((self._rank, value[1 : TOKEN + 1].decode()))
         if self._rank:
             with contextlib.suppress(RuntimeError, errors.SymcommError):
@@ -334,7 +335,7 @@ class _Attempt:
         return _GaveUp(f"{self._call}: rank {rank} gave up: {why}", [rank])
 
     def _missing(self) -> list[int]:
-        """Who has not come to this turn, as far as this rank can tell."""
+        """The ranks that have not come to this turn, as far as this rank can tell."""
         if self._turn == 1:
             keys = {r: self._here(r) for r in range(self._size)}
         else:  # the leader writes no item of its own
@@ -349,7 +350,7 @@ class _Attempt:
         self._store.set(key, item)
 
     def clean_up(self) -> None:
-        """Everybody has read everything."""
+        """Remove keys: all ranks have read everything."""
         for key in self._mine:
             with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
                 self._store.delete_key(key)
@@ -360,13 +361,13 @@ class _Attempt:
             return
         self._has_given_up = True
         with contextlib.suppress(RuntimeError, errors.SymcommError):  # the store may be what failed
-            if isinstance(error, _GaveUp):  # everybody has been told that, or will be
+            if isinstance(error, _GaveUp):  # all ranks have been told that, or will be
                 self._await_told(error.ranks)
             else:
                 self._tell(error)
 
     def _tell(self, error: BaseException) -> None:
-        # who is late or dead the others find out for themselves; and who is late may come again
+        # the others notice late and dead ranks themselves, and a late rank may come again
         hearsay = isinstance(error, (errors.DeadlineError, errors.PeerError))
         why = f"{'?' * hearsay}{str(error) or type(error).__name__}"
         self._store.set(self._here(self._rank), f"!{self._token}{why}")
@@ -378,8 +379,8 @@ class _Attempt:
         self._await_told([])
 
     def _await_told(self, others: list[int]) -> None:
-        """Where the store ends with the leader, that stays for a moment: until the ranks that are not in ``others``
-        know who gave up."""
+        """If the store ends with the leader, the leader stays for a moment: until the ranks that are not in ``others``
+        know which rank gave up."""
         if self._rank or not _ends_with_leader(self._store):
             return
         key, end = self._key("told"), time.monotonic() + TELLING

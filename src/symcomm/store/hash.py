@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Table:
-    """Keys and queues in memory. Everything that changes it goes through ``change``, so that it can be logged."""
+    """Keys and queues in memory. Every change goes through ``change``, so that it can be logged."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -52,12 +52,12 @@ class Table:
             raise AssertionError(kind)
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` is set, or is a queue with something in it."""
+        """Whether ``key`` is set or is a queue that is not empty."""
         return key in self.values or key in self.queues
 
 
 class TableStore(Store):
-    """Every call of a store in terms of three: look at the table, look until there is something, edit it."""
+    """Makes every call of a store from three: look at the table, look until there is something, edit it."""
 
     def _look(self, step: Callable[[Table], Result]) -> Result:
         """Run ``step``, which only reads, on the newest table."""
@@ -68,7 +68,7 @@ class TableStore(Store):
         raise self._lacks("_look_until")
 
     def _edit(self, step: Callable[[Table], Result]) -> Result:
-        """Run ``step`` on the newest table while nobody else can change it."""
+        """Run ``step`` on the newest table while no one else can change it."""
         raise self._lacks("_edit")
 
     def set(self, key: str, value: Value) -> None:
@@ -173,7 +173,7 @@ class TableStore(Store):
             table.change("pop", name)
             return oldest
 
-        # Others may be faster than we are: what we saw can be gone when we come to take it.
+        # Others may be faster: what we saw can be gone when we come to take it.
         while (oldest := self._edit(step)) is None:
             left = end - time.monotonic()
             if left <= 0 or not self._look_until(lambda table: name in table.queues or None, left):
@@ -198,7 +198,7 @@ class TableStore(Store):
 
 
 class HashStore(TableStore):
-    """A store in this process' memory. Threads may share it; a setter wakes whoever waits.
+    """A store in this process's memory. Threads may share it; a setter wakes those that wait.
 
     Raises: WrongTypeError, StoreDeadlineError, QueueEmptyError."""
 

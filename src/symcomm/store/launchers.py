@@ -1,11 +1,11 @@
-"""What launchers and schedulers leave in the environment: who this process is, and where all of them meet.
+"""What launchers and schedulers leave in the environment: which rank this process is, and where all ranks meet.
 
 ``identify`` finds the rank of a process; ``identify_node`` finds which of its nodes `symcomm run` has to serve.
 
-Launchers that do not name a meeting place get one. The host is the scheduler's first node, the first pod of a
-Kubernetes job, or 127.0.0.1 if all ranks are on one machine. The port is ``20000 + crc32(job id) % 10000``, which every
-rank computes alike; without a job id, and in Kubernetes, where a pod has all its ports to itself, it is 29500.
-MASTER_ADDR and MASTER_PORT win over both.
+If a launcher names no meeting place, this module derives one. The host is the scheduler's first node, the first pod of
+a Kubernetes job, or 127.0.0.1 if all ranks are on one machine. The port is ``20000 + crc32(job id) % 10000``, which
+every rank computes the same way; without a job id, and in Kubernetes, where a pod has all its ports to itself, it
+is 29500. MASTER_ADDR and MASTER_PORT win over both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from symcomm.errors import RendezvousError
 
 DEFAULT_PORT = 29500
-PORTS_FROM, PORTS_COUNT = 20000, 10000  # below 32768, where Linux begins to hand out ports by itself
+PORTS_FROM, PORTS_COUNT = 20000, 10000  # below 32768, from where Linux assigns free ports
 PLAIN = "environment variables"
 POD_DOMAIN = "SYMCOMM_POD_DOMAIN"  # what comes after a pod's name, when other pods ask for it
 
@@ -82,7 +82,8 @@ class Identity(NamedTuple):
 
 
 def identify(environ: Mapping[str, str]) -> Identity:
-    """Read the first launcher that says both rank and world size. Plain variables win over MPI, Slurm, Kubernetes.
+    """Read the variables of the first launcher that has both rank and world size. Plain variables win over MPI, Slurm,
+    Kubernetes.
 
     (Open MPI wins over Slurm because of mpirun in a batch job, where Slurm's variables speak of the job's one script.)
     """
@@ -107,7 +108,7 @@ def identify(environ: Mapping[str, str]) -> Identity:
 
 
 def _with_meeting_place(found: Identity, launcher: str, environ: Mapping[str, str]) -> Identity:
-    """Fill in address and port where a launcher that names the job, but no place, leaves them out."""
+    """Fill in address and port if a launcher names the job but no meeting place."""
     if launcher == PLAIN:
         return found
     addr, port = found.master_addr, found.master_port
@@ -141,7 +142,7 @@ def first_host(nodelist: str) -> str:
 
 
 def port_for_job(job: str) -> int:
-    """A port that all ranks of a job agree on without talking."""
+    """A port that all ranks of a job compute without communication."""
     return PORTS_FROM + zlib.crc32(job.encode()) % PORTS_COUNT
 
 
@@ -219,9 +220,9 @@ class Node(NamedTuple):
 
 
 def identify_node(environ: Mapping[str, str], nodes: int | None = None) -> Node:
-    """A process that is alone on its node, as a launcher that starts one a node sees it, stands for the node.
+    """The node of this process, if its launcher started only one process on the node.
 
-    ``nodes``: how many there are, where the caller knows. Kubeflow says it in variables of its own (``PET_``).
+    ``nodes``: how many there are, if the caller knows. Kubeflow has its own variables (``PET_``).
     """
     addr, port = environ.get("MASTER_ADDR") or None, read_number(environ, "MASTER_PORT")
     count, mine = environ.get("PET_NNODES", ""), read_number(environ, "PET_NODE_RANK")
@@ -245,7 +246,7 @@ def identify_node(environ: Mapping[str, str], nodes: int | None = None) -> Node:
 
 
 def surroundings() -> dict[str, str]:
-    """The environment, and what launchers let a process know in other ways."""
+    """The environment, and what launchers tell a process in other ways."""
     environ = dict(os.environ)
     if "PMI_RANK" in environ and "PMI_JOBID" not in environ and (job := hydra_job()):
         environ["PMI_JOBID"] = job

@@ -1,4 +1,4 @@
-"""Who may still need a store that we opened: it is closed when the last of them lets go."""
+"""Who may still need a store that we opened. The last holder to let go closes it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Lease:
         self._lock = threading.Lock()
 
     def share(self) -> Lease:
-        """For one holder more."""
+        """A claim for one more holder."""
         with self._lock:
             self._holders += 1
         return self
 
     @property
     def serves_others(self) -> bool:
-        """Whether letting go would end the server that other processes use."""
+        """Whether letting go would end a server that other processes use."""
         return self._holders == 1 and bool(getattr(self._store, "is_serving", False))
 
     def release(self) -> None:

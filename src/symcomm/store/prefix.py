@@ -10,11 +10,11 @@ from symcomm.store.base import Store, Timeout, Value, to_bytes, to_key, to_keys,
 
 
 class PrefixStore(Store):
-    """Passes every call on to ``store`` with ``prefix/`` before the keys, so that users of a store cannot collide.
+    """Forwards every call to ``store`` with ``prefix/`` before the keys, so that users of a store cannot collide.
 
-    ``store`` may be any object with a store's methods, also one of PyTorch's; it is given values as bytes. The timeout
-    is the inner store's.
-    ``list_keys`` shows the keys under the prefix only; ``num_keys`` counts the whole inner store, as in PyTorch.
+    ``store`` may be any object with a store's methods, also one of PyTorch's; it receives values as bytes. The timeout
+    is the inner store's. ``list_keys`` shows the keys under the prefix only; ``num_keys`` counts the whole inner store,
+    as in PyTorch.
 
     Raises: WrongTypeError, and what the inner store raises.
     """
@@ -90,7 +90,7 @@ class PrefixStore(Store):
 
     @staticmethod
     def _another(prefix: str, store: Store) -> PrefixStore:
-        """For ``clone``: a subclass whose clones are of its own class says how they are made."""
+        """For ``clone``: a subclass overrides this to make clones of its own class."""
         return PrefixStore(prefix, store)
 
     def clone(self) -> PrefixStore:

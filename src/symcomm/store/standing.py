@@ -1,7 +1,7 @@
-"""What ranks tell the launcher that keeps their store: whether they are in a group, or wait to be in one.
+"""What ranks tell the launcher that keeps their store: whether they are in a group or wait for one.
 
-A newcomer waits for members to let it in, and only the launcher can know that none of them lives any more: then nobody
-would ever answer (``symcomm run --restart failed``).
+A newcomer waits until members let it in. If no member lives any more, no one would ever answer, and only the launcher
+can know that (``symcomm run --restart failed``).
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ def tell_launcher(store: Any, standing: str) -> None:
     if LAUNCHED not in environ or environ.get(KEEPS_STORE) != "True":
         return
     key = standing_key(environ.get("RANK", ""), environ.get("TORCHELASTIC_RESTART_COUNT", ""))
-    with contextlib.suppress(errors.PeerError, errors.DeadlineError):  # whoever uses the store next says so
+    with contextlib.suppress(errors.PeerError, errors.DeadlineError):  # the next user of the store reports it
         store.set(key, standing)

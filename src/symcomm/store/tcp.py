@@ -135,10 +135,10 @@ class TCPStore(Store):
         self._call("set", wire.SET, _key("set", key), _value("set", value), "-")
 
     def get(self, key: str) -> bytes:
-        """The value of ``key``; waits until somebody sets it.
+        """The value of ``key``; waits until it is set.
 
-        Asks right away, which takes one exchange instead of PyTorch's two. An empty answer may mean that there is no
-        such key yet; only then does it wait.
+        It asks right away, which takes one exchange instead of PyTorch's two. An empty answer may mean that the key
+        does not exist yet; only then does it wait.
         """
         key = _key("get", key)
         if not self._wait_before_get:
@@ -205,8 +205,8 @@ class TCPStore(Store):
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Return once ``world_size`` callers have come.
 
-        On our server a key can be used again and again, and a caller that gives up or dies is not counted. PyTorch's
-        server lets everybody through from the second use on.
+        On our server you can reuse a key, and a caller that gives up or dies does not count. PyTorch's server lets
+        everyone through from the second use on.
         """
         key, world_size = _key("barrier", key), to_world_size("TCPStore.barrier", world_size)
         seconds = self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.barrier")
@@ -231,7 +231,7 @@ class TCPStore(Store):
             if not block:
                 raise QueueEmptyError(f"TCPStore.queue_pop({key!r}, block=False): the queue is empty.")
             end = end or time.monotonic() + self._timeout_s
-            left = max(end - time.monotonic(), 0.0)  # somebody may have been quicker than we: wait again
+            left = max(end - time.monotonic(), 0.0)  # another client may have been faster: wait again
             if not self._wait_call("queue_pop", wire.WAIT, [key], None, left):
                 raise wait_late(f"TCPStore.queue_pop({key!r})", [key], self._timeout_s, "nobody pushed a value")
         return value
@@ -247,7 +247,7 @@ class TCPStore(Store):
 
     @property
     def port(self) -> int:
-        """The server's port; the one that was chosen, if 0 was asked for."""
+        """The server's port; for port 0, the one chosen."""
         return self._port
 
     @property
@@ -264,7 +264,7 @@ class TCPStore(Store):
 
     @staticmethod
     def _another(*args: Any, **named: Any) -> TCPStore:
-        """For ``clone``: a subclass whose clones are of its own class says how they are made."""
+        """For ``clone``: a subclass overrides this to make clones of its own class."""
         return TCPStore(*args, **named)
 
     def clone(self) -> TCPStore:
@@ -276,16 +276,16 @@ class TCPStore(Store):
         return twin
 
     def server_stats(self) -> dict[str, Any]:
-        """What the server in this process has to say of itself (empty for a mere client)."""
+        """Statistics of the server in this process (empty for a mere client)."""
         return self._server.stats() if self._server else {}
 
     @property
     def is_serving(self) -> bool:
-        """Whether the server is in this process, and this object keeps it."""
+        """Whether this object keeps a server in this process."""
         return self._server is not None
 
     def close(self) -> None:
-        """End the connection, and the server if it is ours and nobody shares it. A client's next call reconnects."""
+        """End the connection, and the server if it is ours and not shared. A client's next call reconnects."""
         with self._lock:
             self._drop()
             self._server = None
@@ -313,13 +313,13 @@ class TCPStore(Store):
                 self._unanswered = call if shape == "-" else ""
                 return answer
             except BaseException as error:
-                self._drop()  # whatever it was, an answer may still be under way
+                self._drop()  # in any case, an answer may still be under way
                 raise self._explain(call, keys, error) from None
             finally:
                 self._in_call = False
 
     def _wait_call(self, call: str, command: int, keys: Any, body: Any, seconds: float) -> bool:
-        """A call that is answered by one byte once something has happened; False if it did not in time."""
+        """A call whose answer is one byte once something has happened; False if it did not in time."""
         with self._lock:
             if self._in_call:
                 return self._aside(lambda twin: twin._wait_call(call, command, keys, body, seconds))
@@ -398,7 +398,7 @@ class TCPStore(Store):
         raise error
 
     def _blame_value(self, key: str, amount: int, error: errors.StoreConnectionError) -> None:
-        """A server can only hang up on somebody who adds to what is not a number, or too much; the value tells."""
+        """If an ``add`` meets no number, or too large a one, the server can only hang up; the value tells."""
         try:
             value = self._call("get", wire.GET, key, None, "v")
         except errors.StoreConnectionError:
@@ -443,7 +443,7 @@ def _keys(call: str, keys: Sequence[str]) -> list[str]:
 
 
 def _bad_argument(call: str, keys: Any, error: Exception) -> Exception:
-    """What is wrong with something that the native code could not use."""
+    """What is wrong with an argument that the native code could not use."""
     try:
         for key in keys if isinstance(keys, list) else [] if keys is _NO_KEYS else [keys]:
             to_key(f"TCPStore.{call}", key)
@@ -480,7 +480,7 @@ def _to_workers(world_size: object) -> int | None:
 
 
 def _agent_serves(port: int) -> bool:
-    """Whether torchrun's agent keeps a store on ``port``: then everybody else there is a client, rank 0 included."""
+    """Whether torchrun's agent keeps a store on ``port``: then all ranks are clients there, rank 0 included."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("1", "t", "true", "y", "yes")
     return agent and os.environ.get("MASTER_PORT") == str(port)
 

@@ -1,4 +1,4 @@
-"""Where a TCPStore server listens, who shares it, and where its complaints go. The server itself is C (_core)."""
+"""Where a TCPStore server listens, who shares it, and where its log lines go. The server itself is C (_core)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LINES_A_SECOND = 20  # of complaints that are logged one by one
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """What one client may ask of a server. Sizes in bytes; a client that asks for more is disconnected."""
+    """What one client may ask of a server. Sizes are in bytes. A client that asks for more is disconnected."""
 
     max_key: int = 64 << 10
     max_value: int = 1 << 30
@@ -37,7 +37,7 @@ class StoreLimits:
 
 
 class Server:
-    """A running server. It ends when nobody holds this object any more, or at ``stop()``."""
+    """A running server. It ends when this object is garbage, or at ``stop()``."""
 
     def __init__(
         self, sockets: list[socket.socket], token: bytes | None, limits: StoreLimits, token_is_optional: bool = False
@@ -58,7 +58,7 @@ class Server:
 
     @property
     def connect_host(self) -> str:
-        """An address at which this process itself reaches the server."""
+        """An address at which this process reaches the server."""
         return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(self.addresses[0], self.addresses[0])
 
     def stats(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _bind_addresses(host: str, bind: str | list[str] | None) -> list[str]:
 
 
 def _addresses_in_time(host: str, seconds: float) -> list[str]:
-    """The same for ``host`` as soon as it is known: the name of a pod that starts can take a while to be."""
+    """The same for ``host`` as soon as its name resolves, which can take a while for a starting pod."""
     end = time.monotonic() + seconds
     warned = False
     while True:
@@ -259,7 +259,7 @@ def _bound(address: str, port: int) -> socket.socket:
 
 
 def _log_reports(reader: int, port: int) -> None:
-    """Runs in a thread: hands the server's lines to logging until the server ends; a flood is cut short."""
+    """Runs in a thread: passes the server's lines to logging until the server ends, and cuts floods short."""
     second, lines, muted = 0, 0, 0
 
     def end_second() -> None:

@@ -48,7 +48,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SLICE)
-        self.fd = sock.detach()  # a socket that nobody closed would warn when it goes
+        self.fd = sock.detach()  # an unclosed socket would warn when it is collected
 
     def exchange(self, frame: bytes, shape: str, count: int, seconds: float) -> Any:
         """Send a frame and return an answer of the given shape."""

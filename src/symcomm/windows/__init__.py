@@ -1,4 +1,4 @@
-"""One-sided windows: ranks write into each other's tensors, and signal when they have.
+"""One-sided windows: ranks write into each other's tensors, and signal when they have done so.
 
 window.py    Window: arguments are checked here, once, and registration is agreed on
 options.py   WindowAttr, WindowAccessType, deadlines of calls

@@ -1,7 +1,7 @@
 """Windows into CUDA tensors of ranks that share a host: puts and signals in the order of the current stream.
 
-Signals are counts in GPU memory. Only one rank counts up a word, so it knows the next value and has its stream write
-it; whoever waits has its stream wait until the word has come so far. Nothing on the host waits for the GPU.
+Signals are counts in GPU memory. Only one rank increments a word, so it knows the next value, and its stream writes it.
+The stream of the rank that waits waits until the word has reached its value. Nothing on the host waits for the GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Source:
 
 
 def _part(departure: Departure, pieces: Any) -> None:
-    """A window is gone without a goodbye."""
+    """A window is gone without deregistration."""
     departure.windows -= 1
     hold(pieces, departure.is_left_alone)
 
@@ -68,8 +68,8 @@ class CudaMemory(AnyMemory):
         self._piece = piece or pool_of(tensor.get_device()).allocate(1)
         self.words = pool_of(tensor.get_device()).allocate(WORD * group.size)
         torch.as_tensor(self.words, device=tensor.device).zero_()
-        torch.cuda.current_stream(tensor.device).synchronize()  # nobody signals before it is clear
-        self._host = Segment(group, 0, 0, DType.UINT8)  # tells whether a rank is still there
+        torch.cuda.current_stream(tensor.device).synchronize()  # no rank signals before it is cleared
+        self._host = Segment(group, 0, 0, DType.UINT8)  # says whether a rank is still there
         self.info = {
             "device": "cuda", "shape": list(tensor.shape), "count": tensor.numel(),
             "dtype": torch_dtypes()[tensor.dtype], "handle": self._piece.block.handle.hex(),
@@ -96,7 +96,7 @@ class CudaMemory(AnyMemory):
             self._word_addresses = opened_pieces(infos, "words_handle", "words")
 
     def check_usable(self, call: str) -> None:
-        """Also raises what was found while the GPU waited, to the first who asks."""
+        """Also raises, to the first caller, what was found while the GPU waited."""
         self.failures.check_usable(call)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class CudaMemory(AnyMemory):
         self._departure.windows -= 1
 
     def end(self) -> None:
-        """Unless ``close`` succeeded, peers may have puts in their streams: the memory is held until they left."""
+        """Unless ``close`` succeeded, peers may have puts in their streams: keep the memory until they have left."""
         self._part()
 
     @property

@@ -1,7 +1,7 @@
 """Windows into CPU tensors of ranks on several hosts.
 
-Ranks of one host write to each other's memory as in memory.py. To another host a put travels over the control channel,
-in frames that the channel's thread at the target copies into place: the target's program takes no part. A signal
+Ranks of one host write to each other's memory as in memory.py. A put to another host travels over the control channel,
+in frames that the channel's thread at the target copies into place. The target's program takes no part. A signal
 follows the puts on the same connection, so it arrives after them.
 """
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     import torch
 
 KIND = "window"  # of our messages
-FRAME = 1 << 20  # bytes of a put that travel at once
-BACKLOG = 4 << 20  # bytes that may wait for a slow connection before a put waits with the rest
-SLICE = 0.05  # seconds between looks at who is gone
+FRAME = 1 << 20  # bytes of a put in one frame
+BACKLOG = 4 << 20  # bytes that may wait for a slow connection; beyond that, a put waits
+SLICE = 0.05  # seconds between checks for lost ranks
 
 
 class Arrivals:
-    """What came for one window of this rank; the control channel's thread writes it, with ``cond`` held."""
+    """What arrived for one window of this rank. The control channel's thread writes it, with ``cond`` held."""
 
     def __init__(self, tensor: torch.Tensor, cond: threading.Condition):
         self._address = tensor.data_ptr()
         self._nbytes = tensor.numel() * tensor.element_size()
-        self._memory: Any = tensor.untyped_storage()  # the thread may be writing there when the window goes
+        self._memory: Any = tensor.untyped_storage()  # the thread may be writing there when the window is dropped
         self._cond = cond
         self.messages: Counter[int] = Counter()  # frames of puts, and signals, by sender
-        self.signals: Counter[int] = Counter()  # not taken yet, by sender
+        self.signals: Counter[int] = Counter()  # signals not taken yet, by sender
 
     def note(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
         start = need(header, "start", is_number) if "start" in header else None
@@ -60,13 +60,13 @@ class Arrivals:
             self._cond.notify_all()
 
     def close(self) -> None:
-        """Nothing is written from here on."""
+        """From now on, nothing is written."""
         with self._cond:
             self._memory = None
 
 
 class Inbox:
-    """The windows of a group that messages may be for. Those that are gone get none."""
+    """The windows of a group that can receive messages. Dropped windows get none."""
 
     def __init__(self) -> None:
         self._open: weakref.WeakValueDictionary[int, Arrivals] = weakref.WeakValueDictionary()
@@ -98,7 +98,7 @@ class HostsMemory(HostMemory):
         self._number = number
         self._sent: Counter[int] = Counter()  # messages, by target
         self._arrivals = Arrivals(tensor, group.cond)
-        _inbox_of(group).open(number, self._arrivals)  # before anybody can know of it
+        _inbox_of(group).open(number, self._arrivals)  # before any rank can know of it
 
     def _local_group(self) -> Any:
         return self.group.local
@@ -108,7 +108,7 @@ class HostsMemory(HostMemory):
         self._segment.connect([infos[r] for r in self.group.layout.here], tensor)
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
-        return no_shortcut, no_shortcut, no_shortcut  # where a rank is has to be looked at first
+        return no_shortcut, no_shortcut, no_shortcut  # must first look where a rank is
 
     def is_mapped(self, rank: int) -> bool:
         return self.group.layout.host_of[rank] == self.group.layout.host
@@ -142,7 +142,7 @@ class HostsMemory(HostMemory):
         return Status.OK if told else Status.DEAD
 
     def _await_room(self, rank: int, deadline: float) -> int:
-        """Until the connection has taken most of what it was given."""
+        """Wait until the connection has taken most of its data."""
         while self.group.backlog(rank) > BACKLOG:
             if status := self._stopped(rank):
                 return status
@@ -152,13 +152,13 @@ class HostsMemory(HostMemory):
         return self._stopped(rank)
 
     def _stopped(self, rank: int) -> int:
-        """Why there is nothing to hope for from ``rank``, or OK."""
+        """Why ``rank`` will not answer any more, or OK."""
         if self.group.failures.verdict is not None:
             return Status.ABORTED
         return Status.DEAD if self.group.is_gone(rank) else Status.OK
 
     def close(self) -> None:
-        """Tell everybody how much was sent, and wait until all of it is here."""
+        """Tell all ranks how much was sent, and wait until all of it has arrived."""
         sent = [self._sent[r] for r in range(self.group.size)]
         told = [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(sent).encode())]
         seconds = self.group.timeout

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def no_shortcut(*_: Any) -> int | None:
-    """Arguments always need a look."""
+    """Arguments always need a check."""
     return None
 
 
 def _place(group: Any, tensor: torch.Tensor) -> None:
-    """Move a tensor's storage into this rank's symmetric memory, unless it lies there."""
+    """Move a tensor's storage into this rank's symmetric memory, unless it is there."""
     address = tensor.untyped_storage().data_ptr()
     owner = owner_of(group, address) if address else None
     if owner is not None and owner != group.rank:
@@ -43,7 +43,7 @@ def _place(group: Any, tensor: torch.Tensor) -> None:
 
 
 class AnyMemory:
-    """One window's memory on all ranks of a ProcessGroup, wherever it lies. ``infos``: what each said of its own."""
+    """One window's memory on all ranks of a ProcessGroup, wherever it is. ``infos``: what each rank said of its own."""
 
     group: Any
     device: Any
@@ -51,11 +51,12 @@ class AnyMemory:
     tensor: TensorRef  # this rank's
 
     def changed(self) -> None:
-        """Tell autograd that this rank's tensor holds what was put."""
+        """Tell autograd that puts have changed this rank's tensor."""
         native.change_tensors(self.tensor())
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
-        """put, signal and wait_signal for arguments that need no look; the last one until a wait is asynchronous."""
+        """put, signal and wait_signal for arguments that need no check; wait_signal only until a wait is
+        asynchronous."""
         return no_shortcut, no_shortcut, no_shortcut
 
     def is_mapped(self, rank: int) -> bool:
@@ -107,11 +108,11 @@ class HostMemory(AnyMemory):
         self.group.check_usable()
 
     def close(self) -> None:
-        """Once everybody is here, all puts have ended."""
+        """Once all ranks have arrived, all puts have ended."""
         self.group.barrier()
 
     def end(self) -> None:
-        """Called once, in the end, whether ``close`` succeeded or not."""
+        """Called once, at the end, whether ``close`` succeeded or not."""
 
     # --- puts -------------------------------------------------------------------------------------------------
 

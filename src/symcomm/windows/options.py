@@ -1,4 +1,4 @@
-"""What a window tells about itself, with the names of torch 2.15, and how its calls are told their deadline."""
+"""What a window says about itself, with the names of torch 2.15, and how its calls get their deadline."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from symcomm.group.work import Timeout, to_ns
 
 
 class WindowAccessType(enum.IntEnum):
-    """How a peer's memory is reached."""
+    """How this rank reaches a peer's memory."""
 
     UNIFIED = 0  # mapped: loads and stores see what the peer sees
-    SEPARATE = 1  # not mapped: what was put is there once the signal after it was taken
+    SEPARATE = 1  # not mapped: puts are visible once the signal after them was taken
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class WindowAttr:
 
 
 def seconds_of(call: str, opts: Any, timeout: Timeout) -> float | None:
-    """The caller's deadline, from ``timeout`` or from PutOptions and its kin (ours or torch's); None: the group's."""
+    """The caller's deadline, from ``timeout`` or from PutOptions and the like (ours or torch's); None: the group's."""
     given = getattr(opts, "timeout", None) if timeout is None else timeout
     if given is None or (timeout is None and isinstance(given, timedelta) and given.days < 0):  # unset is -1 ms
         return None

@@ -1,4 +1,4 @@
-"""Window: ranks write into each other's tensors, and signal when they have."""
+"""Window: ranks write into each other's tensors, and signal when they have done so."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDiction
 
 
 def new_window(group: Any, tensor: torch.Tensor | None = None, kind: type[Window] | None = None) -> Window:
-    """See ``ProcessGroup.new_window``. ``kind``: a class of windows whose works are dressed for somebody else.
+    """See ``ProcessGroup.new_window``. ``kind``: a subclass that wraps works for its own callers.
 
     Raises: what ``ProcessGroup.new_window`` raises."""
     group.check_usable()
@@ -37,14 +37,14 @@ def new_window(group: Any, tensor: torch.Tensor | None = None, kind: type[Window
 
 
 class Window:
-    """Made by ``group.new_window()``. One tensor of each rank can be written by all ranks of the group.
+    """Made by ``group.new_window()``. All ranks of the group can write one tensor of each rank.
 
-    Sizes, shapes and dtypes may differ between ranks. Deregister a window that is not needed any more: until then, or
-    until the group goes, its memory stays, since peers may write to it.
+    Sizes, shapes and dtypes may differ between ranks. Deregister a window that you no longer need: until then, or until
+    the group ends, its memory stays, because peers may write to it.
 
     Raises: BadArgumentError, CallerError, CollectiveMismatchError, RankFailedError, DeadlineError."""
 
-    _done: Any = DONE  # what the caller gets for what has ended
+    _done: Any = DONE  # what the caller gets for an operation that has ended
 
     def __init__(self, group: Any):
         self.group = group
@@ -75,7 +75,7 @@ class Window:
         refusal: Exception | None = None
         try:
             memory = _memory_for(self.group, tensor, self._number)
-        except Exception as error:  # told to the others, who would wait for us
+        except Exception as error:  # tell the others, which would wait for us
             refusal = error
         info = {"window": self._number, "refusal": str(refusal or ""), **(memory.info if memory else {})}
         infos = [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(info).encode())]
@@ -89,13 +89,13 @@ class Window:
         self.group.exposed[self._number] = (self._tensor, memory.words)
 
     def tensor_deregister(self) -> None:
-        """Nobody writes to the tensor any more. Every rank of the group calls it; what was put before has arrived."""
+        """End all writes to the tensor. Every rank of the group calls it; earlier puts have then arrived."""
         memory = self._memory_of("tensor_deregister")
         try:
             memory.check_usable("tensor_deregister")
             memory.close()
             memory.changed()
-            self.group.exposed.pop(self._number, None)  # on a group that has failed it stays until all have left that
+            self.group.exposed.pop(self._number, None)  # on a failed group it stays until all have left that
         finally:
             memory.end()
             self._memory = self._tensor = None
@@ -118,7 +118,7 @@ class Window:
         return memory.tensor_of(rank, self._tensor)
 
     def get_attr(self, peer_rank: int) -> WindowAttr:
-        """How ``peer_rank``'s memory is reached: mapped (UNIFIED) or not (SEPARATE)."""
+        """How this rank reaches ``peer_rank``'s memory: mapped (UNIFIED) or not (SEPARATE)."""
         memory = self._registered("get_attr")
         self._check_rank("get_attr", "peer_rank", peer_rank)
         return WindowAttr(WindowAccessType.UNIFIED if memory.is_mapped(peer_rank) else WindowAccessType.SEPARATE)
@@ -138,8 +138,8 @@ class Window:
     ) -> Any:
         """Write ``tensor`` into ``dst_rank``'s memory, from element ``target_offset_nelems`` on.
 
-        ``dst_rank`` takes no part. It sees what was put once it has taken a signal that was sent later. ``tensor`` may
-        be changed when the work has ended, which on the CPU is when this returns."""
+        ``dst_rank`` takes no part. It sees the put once it has taken a later signal. You may change ``tensor`` when the
+        work has ended; on the CPU, that is when this returns."""
         if opts is None and timeout is None and self._short_put(tensor, dst_rank, target_offset_nelems) == 0:
             return self._done
         memory = self._registered("put")
@@ -182,7 +182,7 @@ class Window:
         return self._done
 
     def wait_signal(self, peer_rank: int, async_op: bool = False, opts: Any = None, timeout: Timeout = None) -> Any:
-        """Take one signal of ``peer_rank``, waiting for it. What that rank put before it is here then."""
+        """Wait for one signal of ``peer_rank`` and take it. That rank's earlier puts have then arrived."""
         if not async_op and opts is None and timeout is None and self._short_wait(peer_rank) == 0:
             return self._done
         memory = self._registered("wait_signal")
@@ -194,7 +194,7 @@ class Window:
         return self._done if work is None else self._dressed("wait_signal", work, seconds)
 
     def _dressed(self, call: str, work: Any, seconds: float) -> Any:
-        """What the caller gets for one of our works; ``seconds``: the time it has."""
+        """What the caller gets for one of our works; ``seconds``: its time limit."""
         return work
 
     # --- arguments --------------------------------------------------------------------------------------------

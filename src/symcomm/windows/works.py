@@ -42,7 +42,7 @@ DONE = _Done()
 
 
 class Counts(Protocol):
-    """Where signals are counted."""
+    """Counts signals."""
 
     def take(self, peer: int, timeout_ns: int) -> int:
         """Take one signal of ``peer``: a Status. A negative timeout only looks."""
@@ -60,7 +60,7 @@ class SignalWork(Outcome):
         self._peer = peer
         self._limit = seconds
         self._started = time.monotonic()
-        self._before = before  # the wait for the same rank that comes first
+        self._before = before  # the previous wait for the same rank
         self._lock = threading.Lock()
         self._ended = False
         self._error: errors.SymcommError | None = None
@@ -92,13 +92,13 @@ class SignalWork(Outcome):
     def settle(self, status: int) -> None:
         took = time.monotonic() - self._started
         if status == Status.TIMEOUT and took < self._limit:
-            return  # somebody waited for a shorter time
+            return  # another caller waited for a shorter time
         if status:
             self._error = self._counts.explain(self._what, status, self._peer, self._limit)
         self._before, self._ended, self.seconds = None, True, took
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Block until the signal was taken. DeadlineError when ``timeout`` passes first: the wait goes on then."""
+        """Block until the signal was taken. Raises DeadlineError if ``timeout`` passes first; the wait then goes on."""
         given = to_ns("wait", timeout) / 1e9 if timeout else None
         end = None if given is None else time.monotonic() + given
         while not self._advance(None if end is None else end - time.monotonic()):
@@ -116,5 +116,5 @@ class SignalWork(Outcome):
         return []
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """``callback()`` runs once the signal was taken, or the wait has failed."""
+        """Run ``callback()`` once the signal was taken or the wait has failed."""
         wait_in_thread(self, callback)
