@@ -192,7 +192,7 @@ def _check(collective: str, nbytes: int) -> None:
 def _in_chunks(collective: str, way: str, nbytes: int, cluster: Cluster) -> Estimate:
     """Chunk after chunk: hosts work on the next while the network carries one, so the slower of the two decides.
 
-    Direct takes chunks of a fixed size, as groups do. The others take as many as pay: their rounds are many.
+    Direct uses chunks of a fixed size, as groups do. The others use the best number, because they have many rounds.
     """
     whole = {"all_gather": CHUNK * cluster.ranks, "reduce_scatter": CHUNK * cluster.hosts}.get(collective, CHUNK)
     most = max(1, -(-nbytes // whole)) if cluster.hosts > 1 else 1
@@ -303,9 +303,9 @@ def _best_tree(nbytes: int, cluster: Cluster, cut: Callable[[int], list[Round]])
 
 
 def _rounds_seconds(rounds: Sequence[Round], nbytes: int, cluster: Cluster, engine: Engine) -> float:
-    """A round's messages leave and stay in their host at the same time; what arrived is then combined.
+    """Messages between hosts and within them overlap; then what arrived is combined.
 
-    What stays passes through a staging area, which a cache holds; the tensor itself may be too large for one.
+    Messages within a host pass through a staging area that fits a cache; the tensor itself may be too large for one.
     """
     machine, ranks, small = cluster.machine, cluster.ranks_per_host, nbytes <= cluster.machine.cache
     total = 0.0

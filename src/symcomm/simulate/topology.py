@@ -3,7 +3,7 @@
 Specs are ``kind[:shape][,key=value...]``::
 
     star                                     every host on one switch that never blocks
-    ring                                     every host wired to the next and the one before; messages go the short way
+    ring                                     every host wired to both neighbours; messages go the shorter way round
     torus:8x8x4                              a ring in each dimension; messages go along the first, then the second, ...
     fat-tree:32                              32 hosts a leaf switch, leaves joined by spines
     fat-tree:32x16,oversubscription=2        32 hosts a leaf, 16 leaves a pod; leaves have half the uplinks they need
