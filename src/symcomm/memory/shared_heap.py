@@ -56,7 +56,9 @@ class HeapStats:
 
 
 def heap_stats() -> HeapStats:
-    """What the shared heap of this process holds, or why there is none."""
+    """What the shared heap of this process holds, or why there is none.
+
+    Raises: nothing."""
     return HeapStats(*native.heap_stats(), _reason)
 
 
