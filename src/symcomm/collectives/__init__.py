@@ -1,4 +1,4 @@
-"""Collectives as plans: pure functions that say what each rank copies, combines and waits for.
+"""Collectives as plans: pure functions that write what each rank copies, combines and waits for.
 
     plan.py       the vocabulary: spaces, steps, plans, and how they are encoded for the C core
     limits.py     where one algorithm takes over from another

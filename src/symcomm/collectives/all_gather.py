@@ -6,7 +6,7 @@ by-node    (nodes.py) so do ranks of its node; in other nodes the rank of its pl
 direct     every rank copies out of its peers' symmetric inputs; by node, the rank of its place in another node copies
            it into all outputs there
 
-The input may be the rank's own piece of the output: that copy is then onto itself, which is nothing.
+The input may be the rank's own piece of the output: that copy is then onto itself, and does nothing.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def all_gather_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Grid) -
     """Turn i: take chunk i of my node's ranks and of my column's, stage chunk i+1, signal, wait for both; then collect
     what the others of my node took from their columns. All pieces have one size.
 
-    What is staged in a turn is read in the next, what is fetched before a signal is read before the next one: two slots
-    of a chunk, and of one for each other node.
+    A chunk is staged in one turn and read in the next; a chunk is fetched before a signal and read before the next one.
+    So two slots, each for a chunk and for one of each other node.
     """
     me, nbytes = plan.rank, pieces.sizes[0]
     chunk = lane_bytes(nbytes, limits, grid.nodes, limits.chunk_bytes)
@@ -88,7 +88,7 @@ def all_gather_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Grid) -
 
 
 def direct_all_gather_by_node(plan: Plan, pieces: Pieces, grid: Grid) -> tuple[list[Step], list[Need]]:
-    """Outputs are one tensor each, since others write into them."""
+    """Each output is one tensor, because other ranks write into it."""
     me = plan.rank
     steps: list[Step] = []
     for rank in grid.beside(me):

@@ -4,8 +4,8 @@ one-shot   every rank reads every peer's staged tensor and combines all of it; e
 two-shot   rank k combines the k-th shard of a chunk and all collect the shards; each byte is combined once
 direct     two-shot straight on symmetric tensors: rank k writes its shard into every peer's output
 
-A rank's own contribution is read from its input, never staged for itself. Input and output may be the same tensor:
-a part of the output is written only after the chunk it lies in was staged. ``reduce`` is the same with one collector.
+A rank reads its own contribution from its input, and never stages it for itself. Input and output may be the same
+tensor: a part of the output is written only after its chunk was staged. ``reduce`` is the same with one collector.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TWO_SHOT_SLOTS = 2
 
 
 def one_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -> None:
-    """Whoever wants the result (everybody, or the root) reads every peer's chunk and combines all of it."""
+    """Each rank that wants the result (all of them, or the root) reads every peer's chunk and combines all of it."""
     me, world = plan.rank, plan.world
     cut, lanes = stage(plan, [(rank, [nbytes]) for rank in range(world)], limits)
     chunk = cut.chunk(nbytes)
@@ -38,11 +38,11 @@ def one_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -
 
 
 def two_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -> None:
-    """Rank k combines shard k of every chunk; then everybody, or the root, collects the shards.
+    """Rank k combines shard k of every chunk; then all ranks, or the root, collect the shards.
 
-    Turn i: combine my shard of chunk i, stage chunk i+1, signal i, wait for all to signal i, collect chunk i.
-    Before chunk i+1 is staged all have signalled i-1, hence combined chunk i-1: two slots for what is staged.
-    Before shard i is written all have signalled i-1, hence collected chunk i-2: two slots for what is combined.
+    Turn i: combine my shard of chunk i, stage chunk i+1, signal i, wait for all to signal i, collect chunk i. Before a
+    rank stages chunk i+1, all have signalled i-1 and so have combined chunk i-1: two slots for staged chunks. Before it
+    writes shard i, all have signalled i-1 and so have collected chunk i-2: two slots for combined shards.
     """
     me, world = plan.rank, plan.world
     room = limits.stage_bytes * world // (world + 1) // TWO_SHOT_SLOTS  # a slot is a chunk and one shard of a chunk
@@ -77,7 +77,7 @@ def two_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -
 
     def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
         steps = combine(now) + (later(put(following), 1) if following else [])
-        if following or root != me:  # in the last turn nobody waits for a root
+        if following or root != me:  # in the last turn no rank waits for a root
             steps.append(Signal(FIRST_SIGNAL, 1))
         return [*steps, Wait(ALL, FIRST_SIGNAL, 1), *(collect(now) if collecting else [])]
 

@@ -3,7 +3,7 @@
 streamed   every rank stages its pieces for the others chunk by chunk, and copies out the chunks meant for it
 direct     every rank copies its pieces out of its peers' symmetric inputs
 
-``matrix[i][j]`` is what rank i sends to rank j, in bytes. Pairs that exchange nothing cost no step.
+``matrix[i][j]`` is what rank i sends to rank j, in bytes. Pairs that exchange nothing need no step.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ staged     turn by turn, each node a chunk behind the one before it:
            collect   ranks take the other slices from ranks of their own node
 direct     the same straight on symmetric tensors; what a node has of a slice lies in an output meanwhile
 
-Nodes go on from each other in rank order, so sources are combined in the order 0..W-1 as everywhere, and the result
-has the same bits. That holds where a result so far can be stored: not for 16-bit floats, whose sums are rounded once
-at the end, nor for averages.
+Each node continues from the previous one in rank order, so sources are combined in the order 0..W-1 as elsewhere, and
+the result has the same bits. This needs partial results that can be stored: not so 16-bit floats, whose sums are
+rounded once at the end, nor averages.
 
 With W ranks on two nodes a two-shot all_reduce moves W times the tensor between them, this twice.
 """
@@ -88,7 +88,7 @@ class _Staged:
         return steps
 
     def turn(self, now: Sizes, following: Sizes | None) -> list[Simple]:
-        if following is None:  # what the other nodes have fetched is all that is left
+        if following is None:  # only what the other nodes have fetched is left
             end: list[Simple] = [Signal(FIRST_SIGNAL, 1), *wait_for(self.grid.beside(self.me))]
             return [*end, *later(self.collect(now[2]), -self.grid.nodes)] if self.node != self.last else []
         steps = later(self.combine(now[0]), -self.node) + later(self.put(following[0]), 1 - self.node)
@@ -99,8 +99,8 @@ class _Staged:
 
 
 def direct_by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> tuple[list[Step], list[Need]]:
-    """Slice i of a node's tensors is read and written by its rank i alone, but for what the i-th ranks of other nodes
-    read of it later: so in place is safe, and only those wait for each other before the end."""
+    """Only rank i of a node reads and writes slice i of its tensors, except that the i-th ranks of other nodes read it
+    later. So in place is safe, and only those ranks wait for each other before the end."""
     me, last = plan.rank, grid.nodes - 1
     node, place = grid.of(me)
     lines = LINE * grid.width

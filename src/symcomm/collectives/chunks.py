@@ -1,4 +1,4 @@
-"""Tools that every family of collectives uses to cut tensors into pieces, pieces into chunks, and chunks into loops.
+"""Tools of all families of collectives: they cut tensors into pieces, pieces into chunks, and chunks into loops.
 
 Vocabulary
     piece     what belongs to one rank: a slice of a tensor, or one tensor of a list
@@ -36,13 +36,13 @@ class Pieces:
         return tuple(accumulate(self.sizes, initial=0))
 
     def at(self, space: Space, rank: int, cut: Cut | None = None) -> At:
-        """Where rank's piece lies; with ``cut``, moving on by a chunk each turn."""
+        """Where rank's piece is; with ``cut``, it moves on by a chunk each turn."""
         stride = cut.chunk(self.sizes[rank]) if cut else 0
         return At(space, rank, 0, stride) if self.listed else At(space, 0, self.starts[rank], stride)
 
 
 def starts_of(sizes: Sizes) -> list[int]:
-    """Where each of these begins when they lie one after the other."""
+    """Where each of these begins if they are consecutive."""
     return [0, *accumulate(sizes)][:-1]
 
 
@@ -52,7 +52,7 @@ def copy(dst: At, src: At, nbytes: int) -> list[Simple]:
 
 
 def ring(world: int, rank: int) -> list[int]:
-    """All ranks, from the one after ``rank`` round to ``rank`` itself: peers are not all read in the same order."""
+    """All ranks, from the one after ``rank`` round to ``rank`` itself, so that ranks read peers in different orders."""
     return [(rank + 1 + k) % world for k in range(world)]
 
 
@@ -61,7 +61,7 @@ def up(n: int, multiple: int) -> int:
 
 
 def shard(total: int, world: int, rank: int) -> tuple[int, int]:
-    """(start, length) in bytes of rank's share of ``total`` bytes; starts lie at cache lines."""
+    """(start, length) in bytes of rank's share of ``total`` bytes; shares start at cache lines."""
     per = up(-(-total // world), LINE)
     start = min(rank * per, total)
     return start, min(per, total - start)
@@ -79,7 +79,7 @@ class Cut:
     item: int  # bytes of an element
 
     def chunk(self, piece: int) -> int:
-        """Bytes that one turn moves. Whole cache lines, unless rounding up to them would end a piece turns early."""
+        """Bytes that one turn moves: whole cache lines, unless to round up would end a piece turns early."""
         if not piece:
             return 0
         lines = piece == self.longest or piece > LINE * self.turns**2
@@ -87,7 +87,7 @@ class Cut:
 
 
 class Lanes:
-    """A slot of one rank's staging area: room for a chunk of each piece it stages, each in lines of its own."""
+    """A slot of one rank's staging area: room for a chunk of each piece it stages, each in its own cache lines."""
 
     def __init__(self, owner: int, pieces: Sizes, cut: Cut, skip: int = -1):
         widths = (0 if q == skip else up(cut.chunk(n), LINE) for q, n in enumerate(pieces))
@@ -101,10 +101,11 @@ class Lanes:
 def stage(
     plan: Plan, staged: Sequence[tuple[int, Sizes]], limits: Limits, skip_own: bool = False
 ) -> tuple[Cut, list[Lanes]]:
-    """How the pieces that ranks stage, given as (rank, pieces), are cut, and where each rank's chunks lie.
+    """Cut the pieces that ranks stage, given as (rank, pieces), and place each rank's chunks.
 
-    What fits at once takes one turn and one slot. Else the fewest turns whose slots have room in the staging area.
-    With ``skip_own`` pieces are numbered by reader, and a rank does not stage the piece that it reads itself.
+    Pieces that fit at once take one turn and one slot. Otherwise it takes the fewest turns whose slots have room in the
+    staging area. With ``skip_own``, pieces are numbered by reader, and a rank does not stage the piece that it reads
+    itself.
     """
     longest = max(n for _, pieces in staged for n in pieces)
     chunk, room = up(longest, LINE), min(limits.stage_bytes, limits.chunk_bytes)
@@ -115,7 +116,7 @@ def stage(
         if widest <= room:
             return cut, lanes
         room = limits.stage_bytes // SLOTS
-        if chunk == LINE and widest <= room:  # more than chunk_bytes, but there is no less
+        if chunk == LINE and widest <= room:  # more than chunk_bytes, but no smaller one exists
             return cut, lanes
         if chunk == LINE:
             raise too_small(limits.stage_bytes, widest * SLOTS)
@@ -131,7 +132,7 @@ def too_small(stage_bytes: int, least: int) -> Exception:
 
 
 def later(steps: Iterable[Simple], turns: int) -> list[Simple]:
-    """The same steps, as they will be ``turns`` turns later."""
+    """The same steps, ``turns`` turns later."""
 
     def at(place: At) -> At:
         space, index, offset, stride, mod = place.space, place.index, place.offset, place.stride, place.mod
@@ -182,7 +183,7 @@ def pipeline(pieces: Sizes, chunks: Sizes, turns: int, body: Body, delays: Sizes
         else:
             steps.append(Loop(end - first, tuple(later(run, first))))
     while steps and isinstance(steps[-1], Wait):
-        steps.pop()  # a staged plan need not wait at its end, and this rank has nothing left to do
+        steps.pop()  # a staged plan need not wait at its end, and this rank is done
     return steps
 
 
@@ -194,7 +195,7 @@ def stream(
     get: Callable[[Sizes], list[Simple]],
     partners: Sequence[int],
 ) -> None:
-    """Stage the next chunk, say so, take this one: the pipeline of everything that peers read once.
+    """Stage the next chunk, signal, take this one: the pipeline of everything that peers read once.
 
     Turn i puts chunk i+1 and signals, then gets chunk i, then waits until its partners signalled i too. So when a
     rank puts chunk i+1 its partners have signalled i-1: they have taken chunk i-2, maybe not i-1. Hence three slots.
@@ -212,5 +213,5 @@ def stream(
 
 
 def finish(meanwhile: Sequence[Step] = (), signal: int = FIRST_SIGNAL) -> list[Step]:
-    """The end of a direct plan: I touch nobody's tensors any more; ``meanwhile``; nobody touches mine."""
+    """The end of a direct plan: I no longer touch peers' tensors; ``meanwhile``; no peer touches mine."""
     return [Signal(signal), *meanwhile, Wait(ALL, signal)]

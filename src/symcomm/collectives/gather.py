@@ -14,7 +14,7 @@ IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
 
 
 def streamed_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
-    """The root waits for everybody, everybody else only for the root."""
+    """The root waits for all ranks; the others wait only for the root."""
     me, at_root = plan.rank, plan.rank == plan.root
     cut, lanes = stage(plan, [(rank, [size]) for rank, size in enumerate(pieces.sizes)], limits)
     mine = At(IN, 0, 0, cut.chunk(pieces.sizes[me]))
@@ -33,7 +33,7 @@ def streamed_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
 
 
 def direct_gather(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:
-    """The root says when it has read everything; until then the others keep their tensors still."""
+    """The root signals when it has read everything; until then the others do not change their tensors."""
     needs = [Need.INPUT if size and q != plan.root else Need.NOTHING for q, size in enumerate(pieces.sizes)]
     if plan.rank != plan.root:
         return [Wait(plan.root, FIRST_SIGNAL)], needs

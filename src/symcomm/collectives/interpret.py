@@ -2,9 +2,9 @@
 
 What is checked, whatever the schedule
     values     the caller compares what ``run`` returns with what the collective means
-    deadlock   no rank can move: the error says who waits for whom
+    deadlock   no rank can move: the error says which rank waits for which
     order      every read comes after the write it reads, and every write after the accesses it overwrites, *because of*
-               arrivals, signals and waits. Vector clocks decide that, so a race is found even when luck hides it.
+               arrivals, signals and waits. Vector clocks decide that, so it finds a race even if luck hides it.
     bounds     no access beyond a tensor or a staging half; no peer's tensor in a staged plan or when not symmetric
 
 The machine moves whole elements: a ``Block`` holds one integer per element, and byte counts must come out even.
@@ -25,7 +25,7 @@ from symcomm.types import ITEMSIZE
 
 
 class PlanError(InternalError):
-    """A plan does something that plans must not do."""
+    """A plan does something that is forbidden."""
 
 
 class RaceError(PlanError):
@@ -40,7 +40,7 @@ class DeadlockError(PlanError):
 
 
 class Block:
-    """Elements that lie together in memory, and who touched each of them last, by vector clock."""
+    """Elements that are together in memory, and which rank touched each of them last, by vector clock."""
 
     def __init__(self, name: str, values: Any):
         import numpy as np
@@ -52,7 +52,7 @@ class Block:
         self.read: Any = None
 
     def reset(self, world: int) -> None:
-        """Forget who touched what. Writer ``world`` stands for nobody."""
+        """Forget which ranks touched what. Writer ``world`` stands for no rank."""
         import numpy as np
 
         self.writer = np.full(len(self.values), world, dtype=np.int64)
@@ -62,7 +62,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Part of a block: what a caller hands over as one tensor. In place, two buffers share a block."""
+    """Part of a block: one tensor of a caller. In place, two buffers share a block."""
 
     block: Block
     start: int
@@ -75,7 +75,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What one rank hands to one operation."""
+    """What one rank passes to one operation."""
 
     inputs: Sequence[Buffer] = ()
     outputs: Sequence[Buffer] = ()
@@ -92,7 +92,7 @@ def add(sources: Sequence[Any]) -> Any:
 
 @dataclass
 class _Wait:
-    """Why a rank does not move: it wants these ranks to have come so far."""
+    """Why a rank does not move: it waits until these ranks have come this far."""
 
     wants: list[tuple[int, int]]
 
@@ -112,7 +112,7 @@ class _Machine:
         import numpy as np
 
         self.world = world = len(self.plans[0])
-        self.clock: Any = np.zeros((world, world + 1), dtype=np.int64)  # the last column is nobody's: always 0
+        self.clock: Any = np.zeros((world, world + 1), dtype=np.int64)  # the last column belongs to no rank: always 0
         for rank in range(world):
             self.clock[rank, rank] = 1
         self.history: list[tuple[list[int], list[Any]]] = [([], []) for _ in range(world)]  # progress, clock then
@@ -127,7 +127,7 @@ class _Machine:
     # one rank ------------------------------------------------------------------------------------
 
     def play(self, rank: int) -> Iterator[_Wait | None]:
-        """What rank does, one step at a time. Yields None when it could go on, or what it waits for."""
+        """What a rank does, one step at a time. Yields None if it could go on, or what it waits for."""
         for seq in range(1, len(self.plans) + 1):
             yield from self.operation(rank, seq)
             self.give_back(rank, seq)
@@ -154,7 +154,7 @@ class _Machine:
             yield from self.block(rank, seq, plan.staged, "staged")
 
     def give_back(self, rank: int, seq: int) -> None:
-        """The operation has succeeded: the caller may do with its tensors what it likes."""
+        """The operation has succeeded: the caller may do anything with its tensors."""
         self.at[rank] = (f"return from operation {seq}",)
         self.results[seq - 1][rank] = [self.values(b).copy() for b in self.tensors[seq - 1][rank].outputs]
         self.own(rank, seq)
@@ -216,7 +216,7 @@ class _Machine:
     # memory --------------------------------------------------------------------------------------
 
     def resolve(self, rank: int, seq: int, at: At, turn: int, nbytes: int, direct: bool) -> Buffer:
-        """The elements a place names. Refuses what the plan has no right to touch."""
+        """The elements that a place names. Refuses those that the plan must not touch."""
         item = ITEMSIZE[self.plans[seq - 1][rank].dtype]
         base = self.base(rank, seq, at, item, direct)
         position = at.position(turn)
@@ -250,7 +250,7 @@ class _Machine:
 
     @staticmethod
     def joined(buffers: Sequence[Buffer]) -> Buffer:
-        """Tensors that lie one after another, as one."""
+        """Consecutive tensors, as one."""
         first = buffers[0]
         ends = [b.start + b.length for b in buffers]
         if any(b.block is not first.block or b.start != end for b, end in zip(buffers[1:], ends, strict=False)):
@@ -271,7 +271,7 @@ class _Machine:
         return buffer.block.values[buffer.start : buffer.start + buffer.length]
 
     def own(self, rank: int, seq: int) -> None:
-        """The caller touches its tensors: before the call it made them, afterwards it may change them."""
+        """The caller touches its tensors: it made them before the call, and may change them afterwards."""
         for buffer in (*self.tensors[seq - 1][rank].inputs, *self.tensors[seq - 1][rank].outputs):
             self.write(rank, buffer)
 
@@ -342,7 +342,7 @@ class _Machine:
         target = seq * MAX_SIGNALS + value
         yield _Wait([(peer, target) for peer in peers])
         for peer in peers:
-            # what the signal promises, not what the peer happens to have done since
+            # what the signal promises, not what the peer happens to have done by now
             progress, clocks = self.history[peer]
             promised = clocks[bisect_left(progress, target)]
             self.clock[rank] = np.maximum(self.clock[rank], promised)
@@ -366,7 +366,7 @@ class _Machine:
 
 
 def _picker(schedule: int | str) -> Callable[[list[int]], int]:
-    """Which of the ranks that can move moves next."""
+    """Chooses which of the ranks that can move moves next."""
     if isinstance(schedule, int):
         return random.Random(schedule).choice
     kind, _, number = schedule.partition(" ")
@@ -394,7 +394,7 @@ def run(
 ) -> list[list[list[Any]]]:
     """Play ``plans[operation][rank]`` on ``tensors[operation][rank]``; returns every output, as it was on return.
 
-    ``schedule``: a seed for random interleavings, "round-robin", "slowest R" (rank R moves only when nobody else can),
+    ``schedule``: a seed for random interleavings, "round-robin", "slowest R" (rank R moves only when no other can),
     "stalled R" (the same, after its first step) or "fastest R". Raises RaceError, DeadlockError or PlanError, naming
     rank, step, space and range."""
     machine = _Machine(plans, tensors, stage_bytes, reduce)

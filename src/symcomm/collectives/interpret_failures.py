@@ -1,4 +1,4 @@
-"""Plays plans while a rank fails at some step, and proves that nobody succeeds with wrong values.
+"""Plays plans while a rank fails at some step, and proves that no rank succeeds with wrong values.
 
 What the core does when an operation fails (`_core/sync/fail.c`, `_core/exec/exec.c`), step by step and in any schedule
     telling    the rank that fails tells one rank after the other: stop, and this operation is void. Then its caller
@@ -12,7 +12,7 @@ What the core does when an operation fails (`_core/sync/fail.c`, `_core/exec/exe
                ones
 
 What is checked, besides what ``interpret.run`` checks: every rank ends; and no rank writes into a tensor after its
-owner's operation has returned with an error. That those who succeed have the right values, the caller compares.
+owner's operation has returned with an error. The caller compares the values of the ranks that succeed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Outcome:
 
 @dataclass
 class _Leaving(_Wait):
-    """Until all who have arrived at the operation are through."""
+    """Waits until all ranks that have arrived at the operation are through."""
 
     seq: int = 0
 
@@ -70,7 +70,7 @@ class _FailingMachine(_Machine):
         nothing = len(self.plans) + 1
         self.told = [False] * self.world  # the abort words
         self.void = [nothing] * self.world  # by rank: the first operation that is void
-        self.through = [0] * self.world  # by rank: the last operation in which it writes no more
+        self.through = [0] * self.world  # by rank: the last operation in which it no longer writes
         self.dead = [False] * self.world
         self.ok = [[False] * self.world for _ in self.plans]
         self.returned: dict[int, int] = {}  # blocks whose owner's operation has returned with an error, and the owner
@@ -121,7 +121,7 @@ class _FailingMachine(_Machine):
         return self.void[rank] <= seq
 
     def abandon(self, rank: int, seq: int) -> Iterator[_Wait | None]:
-        """sync_void() and abandon(): tell everybody, myself first, then give the caller its tensors back."""
+        """sync_void() and abandon(): tell all ranks, myself first, then give the caller its tensors back."""
         self.at[rank] = (f"failure of operation {seq}",)
         for n in range(self.world):
             if rank == self.failure.rank and n == self.failure.killed:
@@ -137,12 +137,13 @@ class _FailingMachine(_Machine):
                 self.values(buffer)[:] = -(10**9) - seq
 
     def recover(self, rank: int, seq: int) -> Generator[_Wait | None, None, frozenset[int]]:
-        """Until nobody writes into my output any more. Returns the blocks that got pages of their own instead."""
+        """Waits until no rank writes into my output any more. Returns the blocks that got pages of their own
+        instead."""
         outputs = self.tensors[seq - 1][rank].outputs if Need.OUTPUT & self.tensors[seq - 1][rank].symmetric else ()
         if not outputs or not any(map(writes_outputs, self.plans[seq - 1])):
             return frozenset()
         yield _Leaving([], seq)
-        # what is written from then on goes to the old ones, which nobody looks at
+        # later writes go to the old ones, which no rank reads
         return frozenset(id(buffer.block) for buffer in outputs if self.is_written(rank, seq))
 
     def tell(self, peer: int, seq: int) -> None:
@@ -150,7 +151,7 @@ class _FailingMachine(_Machine):
         self.void[peer] = min(self.void[peer], seq)
 
     def is_written(self, rank: int, seq: int) -> bool:
-        """Whether some living rank has arrived and is not through."""
+        """Whether a living rank has arrived and is not through."""
         others = [r for r in range(self.world) if r != rank and not self.dead[r]]
         arrived = [r for r in others if self.history[r][0] and self.history[r][0][-1] >= seq * MAX_SIGNALS]
         return any(self.through[r] < seq for r in arrived)

@@ -1,4 +1,4 @@
-"""Limits: the sizes at which one algorithm takes over from another, and how much of a tensor moves at once."""
+"""Limits: the sizes at which algorithms change, and how much of a tensor moves at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ X86 = platform.machine() == "x86_64"
 
 @dataclass(frozen=True)
 class Limits:
-    """Where one algorithm takes over from another. All ranks of a group must use the same.
+    """The sizes at which algorithms change. All ranks of a group must use the same.
 
     Measured means: float32 sum, two ranks on two Neoverse N1 cores, best of many, shared machine.
     """
@@ -47,13 +47,13 @@ class Limits:
     node_scatter_bytes: int = 8 << 20
 
     def on_nodes(self, nodes: Sequence[int]) -> Limits:
-        """For ranks on these nodes. Where all are on one, that is as good as not knowing."""
+        """For ranks on these nodes. If all are on one node, nodes do not matter."""
         return replace(self, nodes=tuple(nodes) if len(set(nodes)) > 1 else ())
 
     def crowded(self) -> Limits:
-        """For more ranks than cores, where a turn costs several switches between processes: the largest chunks that
-        three slots have room for, and one-shot whatever a rank has to read for it. Measured, 4 ranks on 2 cores: 16 MiB
-        all_gather 11 ms to 6, all_reduce 15 to 12; lending gains from pieces of 256 KiB on, in an all_gather never."""
+        """For more ranks than cores, where a turn costs several switches between processes: the largest chunks that fit
+        three times, and one-shot however much a rank must read for it. Measured, 4 ranks on 2 cores: 16 MiB all_gather
+        11 ms to 6, all_reduce 15 to 12; lending gains from pieces of 256 KiB on, in an all_gather never."""
         return replace(
             self,
             chunk_bytes=max(self.chunk_bytes, self.stage_bytes // SLOTS // LINE * LINE),

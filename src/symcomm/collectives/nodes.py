@@ -1,7 +1,8 @@
-"""Machines whose memory is divided among nodes (NUMA): which ranks are on which, and what algorithms by node share.
+"""Machines whose memory is divided among nodes (NUMA): which ranks are on which node, and what algorithms by node
+share.
 
-A node's cores share the link to other nodes. So algorithms by node let each byte cross it once, to the one rank of a
-node that has the *place* for it, from which the others take it.
+A node's cores share the link to other nodes. So in algorithms by node each byte crosses it once, to the one rank of a
+node that has the *place* for it; the others take it from there.
 
 Vocabulary
     place     the number of a rank in its node
@@ -25,7 +26,7 @@ _FOLDING = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}
 
 
 def can_go_on(dtype: int, redop: int) -> bool:
-    """Whether what has been combined so far can be stored, and combined on as if it never had been."""
+    """Whether a partial result can be stored and then combined further, with the same bits."""
     return dtype in _STORABLE and redop in _FOLDING
 
 
@@ -41,7 +42,8 @@ class Grid:
         return divmod(rank, self.width)
 
     def beside(self, rank: int) -> list[int]:
-        """The other ranks of its node, from the one after it round to the one before: not all read in one order."""
+        """The other ranks of its node, from the one after it round to the one before, so that ranks read in different
+        orders."""
         node, place = self.of(rank)
         return [node * self.width + (place + k) % self.width for k in range(1, self.width)]
 
@@ -51,8 +53,8 @@ class Grid:
 
 
 def grid_of(nodes: Sequence[int], least: int) -> Grid | None:
-    """The ranks by node (``nodes[r]``: rank r's), of ``least`` ranks or more each. None unless ranks of a node follow
-    each other, and nodes have equally many."""
+    """The ranks by node (``nodes[r]``: rank r's), of ``least`` ranks or more each. None unless ranks of a node are
+    consecutive, and nodes have equally many."""
     count = len(set(nodes))
     if count < 2 or min(nodes) < 0 or len(nodes) % count:
         return None
@@ -81,5 +83,5 @@ def lane_bytes(nbytes: int, limits: Limits, lanes: int, most: int) -> int:
 
 
 def wait_for(ranks: Sequence[int]) -> list[Wait]:
-    """Until each of them has signalled this turn."""
+    """Wait until each of them has signalled this turn."""
     return [Wait(rank, FIRST_SIGNAL, 1) for rank in ranks]

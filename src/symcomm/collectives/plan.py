@@ -54,7 +54,7 @@ class Collective(enum.IntEnum):
     GATHER = 6
     SCATTER = 7
     ALL_TO_ALL = 8
-    CUSTOM = 9  # a plan of somebody's own, see ProcessGroup.run_plan
+    CUSTOM = 9  # a user's own plan, see ProcessGroup.run_plan
 
     @property
     def label(self) -> str:
@@ -98,7 +98,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Signal:
-    """Publish progress ``value + stride * turn``; everything done before is visible to whoever waits for it."""
+    """Publish progress ``value + stride * turn``; ranks that wait for it see everything done before."""
 
     value: int
     stride: int = 0
@@ -106,7 +106,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Wait:
-    """Until rank ``who`` (or ALL others) has signalled at least ``value + stride * turn``."""
+    """Wait until rank ``who`` (or ALL others) has signalled at least ``value + stride * turn``."""
 
     who: int
     value: int
@@ -155,7 +155,7 @@ class Plan:
     needs: Sequence[Need] = ()  # per rank; looked at only when there is a direct plan
     piece_bytes: int = 0  # of each tensor, when the input is a list that is one tensor if they lie one after another
     attach_bytes: int = 0  # of each piece that the direct part may read out of a peer's memory, not symmetric; 0: none
-    attach_large: bool = True  # also tensors that do not fit in the cache
+    attach_large: bool = True  # also for tensors that do not fit in the cache
 
     def encode(self) -> bytes:
         """The plan as the C core reads it: 64-bit integers, see ``_core/exec/plan.h``."""

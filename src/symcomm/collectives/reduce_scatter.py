@@ -39,7 +39,7 @@ def streamed_reduce_scatter(plan: Plan, pieces: Pieces, limits: Limits) -> None:
 
 
 def direct_reduce_scatter(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:
-    """Rank k alone reads the k-th pieces, so its output may be one of them."""
+    """Only rank k reads the k-th pieces, so its output may be one of them."""
     start, length = pieces.starts[plan.rank], pieces.sizes[plan.rank]
     steps: list[Step] = []
     if length:
@@ -53,8 +53,8 @@ class _ByNode:
     """What one rank does in a turn, wherever it reads the pieces of its node's ranks: ``read(rank, piece)``.
 
     Turn i of node g: combine chunk i-g of the pieces of my column, stage the next chunk, signal, wait for my column
-    and, while they stage for me, for ``stagers``; then fetch a chunk of my own piece from the last node. What is
-    combined in a turn is read before the next signal but one: two slots, as for what is staged.
+    and, while they stage for me, for ``stagers``; then fetch a chunk of my own piece from the last node. What a turn
+    combines is read before the next signal but one. So two slots, as for staged chunks.
     """
 
     me: int
@@ -130,7 +130,7 @@ def reduce_scatter_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Gri
 def direct_reduce_scatter_by_node(
     plan: Plan, pieces: Pieces, limits: Limits, grid: Grid
 ) -> tuple[list[Step], list[Need]]:
-    """Of a rank's pieces that of its own place are read by itself alone, so its output may be one of them."""
+    """A rank alone reads those of its pieces that belong to its own place, so its output may be one of them."""
     me, nbytes = plan.rank, pieces.sizes[0]
     chunk = lane_bytes(nbytes, limits, grid.nodes, limits.chunk_bytes // grid.width)
 

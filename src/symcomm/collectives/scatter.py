@@ -31,7 +31,7 @@ def streamed_scatter(plan: Plan, pieces: Pieces, limits: Limits) -> None:
 
 
 def direct_scatter(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:
-    """Only the root's tensor is touched by others, so only the root has to wait."""
+    """Other ranks touch only the root's tensor, so only the root must wait."""
     me, root = plan.rank, plan.root
     needs = [Need.INPUT if rank == root else Need.NOTHING for rank in range(plan.world)]
     if me == root:

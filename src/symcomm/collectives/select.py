@@ -1,4 +1,4 @@
-"""Which algorithm a call gets. One function per collective; plans are cached, since training repeats its calls.
+"""Chooses the algorithm of a call. One function per collective; plans are cached, because training repeats its calls.
 
 Counts are elements here and bytes inside the algorithms. Whether a plan has a direct form, and how its chunks are cut,
 depends only on what ranks compare when they arrive, so the plans of all ranks fit together.
@@ -75,7 +75,7 @@ def _cached(function: _Function) -> _Function:
 
 
 _HASHED = 1 << 62  # marks a count that carries a hash
-_hashed: dict[int, Sequence[int] | str] = {}  # what hashes of this process stand for, to name it in errors
+_hashed: dict[int, Sequence[int] | str] = {}  # what hashes of this process stand for, for errors
 MOST_HASHED = 1024
 MOST_WORDS = 160  # characters of a list of sizes in an error
 ON_DEVICE = 1 << 61  # marks a count of elements in a GPU's memory: such a call must not meet one of host memory
@@ -83,7 +83,7 @@ WITH_INFOS = 1 << 60  # flipped in a count where ranks also show each other GPU 
 
 
 def signature_count(counts: Sequence[int], listed: bool = False) -> int:
-    """The number ranks compare: the total, with a hash in its upper half when there is more to compare than a total.
+    """The number that ranks compare: the total, with a hash in its upper half if there is more to compare.
 
     ``listed``: the input is a list of tensors. One of different sizes has no direct form, so it must not meet one that
     has.
@@ -93,12 +93,12 @@ def signature_count(counts: Sequence[int], listed: bool = False) -> int:
 
 
 def custom_count(what: Sequence[object], total: int, told: str) -> int:
-    """The same for a plan of somebody's own. ``what``: all that ranks must agree on; ``told``: how errors say it."""
+    """The same for a user's own plan. ``what``: all that ranks must agree on; ``told``: how errors say it."""
     return _HASHED | _hash(repr(what).encode(), told) << 32 | total & 0xFFFFFFFF
 
 
 def hash_sizes(sizes: Sequence[int], listed: bool = False) -> int:
-    """A number of 29 bits for sizes that differ, 0 where they are all the same."""
+    """A number of 29 bits for sizes that differ; 0 if they are all the same."""
     return _hash(array("q", [*sizes, listed]).tobytes(), sizes) if len(set(sizes)) > 1 else 0
 
 
@@ -151,7 +151,7 @@ def _are_even(plan: Plan, sizes: Sequence[int]) -> bool:
 
 
 def _alone(plan: Plan, nbytes: int, combine: bool = False) -> Plan:
-    """A world of one: the result is the input. A reduction still runs, since AVG or bool may change it."""
+    """A world of one: the result is the input. A reduction still runs, because AVG or bool may change the values."""
     plan.name, plan.why = "alone", "the world has one rank"
     if nbytes:
         source, target = At(Space.IN), At(Space.OUT)
@@ -179,7 +179,7 @@ def _is_one_shot(plan: Plan, nbytes: int, limits: Limits, field: str) -> bool:
 
 
 def _nodes(plan: Plan, nbytes: int, limits: Limits, field: str = "node_bytes") -> Grid | None:
-    """The ranks by node, where a call of that size should go by them."""
+    """The ranks by node, if a call of that size should go by node."""
     least = getattr(limits, field)
     grid = grid_of(limits.nodes, limits.node_ranks) if nbytes >= least else None
     if grid is not None:
@@ -348,5 +348,5 @@ def all_to_all(
 
 @_cached
 def barrier(rank: int, world: int) -> Plan:
-    """Nobody goes on before everybody is here. That is what arriving does, so the plan has no steps."""
+    """No rank goes on before all have arrived. The arrival itself does that, so the plan has no steps."""
     return Plan(Collective.BARRIER, rank, world, 0, name="arrival", why="arriving is the whole barrier")

@@ -1,4 +1,4 @@
-"""What a collective would cost on a cluster that is only described.
+"""What a collective would cost on a cluster that you describe.
 
     units.py      bytes, bandwidths and times as people write them: 1G, 100Gb/s, 2us
     machine.py    what one host does with bytes, and how long its ranks take to meet: measured numbers
@@ -11,8 +11,7 @@
     calibrate.py  measures this machine with our own collectives; a link from measured ones of several hosts
     check.py      predictions beside what `symcomm bench hosts` measured
 
-Plans are data, so the single-host part is no formula: the steps that the C core would run are the steps that are
-costed.
+Plans are data, so the part within a host needs no formula: it costs the very steps that the C core would run.
 """
 
 from symcomm.simulate.machine import DEFAULT, Machine, load

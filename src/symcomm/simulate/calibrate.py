@@ -3,7 +3,7 @@
 For hosts too: ``fit_link`` turns two or three measured calls of a real group of several hosts into a Link, with which
 other sizes, collectives and numbers of hosts can be predicted.
 
-Each number is the one with which a plan's walk (host.py) takes as long as the call did: the time to meet from a
+Each number is chosen so that the walk of a plan (host.py) takes as long as the call did: the time to meet from a
 barrier, the rates of a cache and of memory from all_gather.
 """
 
@@ -26,8 +26,8 @@ from symcomm.simulate.topology import Link
 SMALL, LARGE = 256 << 10, 32 << 20  # bytes: in a core's cache, and in none
 # What is measured with two ranks: (collective, bytes, the number that follows from it)
 CASES = (("all_gather", SMALL, "cached"), ("all_gather", LARGE, "memory"))
-CALL = ("reduce_scatter", 8)  # what is above a barrier's time is what a call with tensors costs
-MANY = 8  # ranks that show what a host's memory gives to all, where there are as many cores
+CALL = ("reduce_scatter", 8)  # a call with tensors costs what exceeds a barrier's time
+MANY = 8  # ranks that show what a host's memory gives to all, if there are as many cores
 REPETITIONS = 30
 DEADLINE = 120.0  # seconds for each of the two runs
 
@@ -41,7 +41,7 @@ def calibrate(seconds: float = 0.5, mode: str = "processes") -> Machine:
     two = spawn(measure, 2, (cases, seconds), mode=mode, deadline=DEADLINE)[0]
     machine = fit(_named(cores), dict(zip(cases, two, strict=True)))
     if cores < 4:
-        return machine  # too few to learn what a host's memory gives: DEFAULT's number stays
+        return machine  # too few cores to learn what a host's memory gives: keep DEFAULT's number
     ranks = min(cores, MANY)
     cases = [("barrier", 0), ("all_gather", LARGE)]
     barrier, gather = spawn(measure, ranks, (cases, seconds), mode=mode, deadline=DEADLINE)[0]
@@ -56,7 +56,7 @@ def _named(cores: int) -> Machine:
 def measure(group: Any, cases: list[tuple[str, int]], seconds: float) -> list[float]:
     """Seconds of one call, on this rank: the fastest of repetitions, each a barrier and a loop of calls.
 
-    Others may work on this machine meanwhile; the fastest one is the one they disturbed least.
+    Other programs may run on this machine meanwhile; they disturbed the fastest repetition least.
     """
     try:
         import numpy as np
@@ -78,7 +78,7 @@ def measure(group: Any, cases: list[tuple[str, int]], seconds: float) -> list[fl
 
 
 def _time(group: Any, call: Callable[[], Any], seconds: float) -> float:
-    """All ranks make the same number of calls, which rank 0's first ones decide."""
+    """All ranks make the same number of calls; rank 0's first ones decide how many."""
     for _ in range(5):
         call()  # makes the plan, touches the memory
     began = time.perf_counter()
@@ -118,7 +118,7 @@ def _solve(machine: Machine, name: str, walk: Callable[[Machine], float], second
 
 
 def _search(time_of: Callable[[float], float], seconds: float, low: float, high: float) -> float:
-    """The rate at which something takes ``seconds``: a higher rate never takes longer, so halving finds it."""
+    """The rate at which something takes ``seconds``. A higher rate never takes longer, so bisection finds it."""
     for _ in range(50):
         rate = (low * high) ** 0.5
         if time_of(rate) > seconds:
@@ -129,8 +129,8 @@ def _search(time_of: Callable[[float], float], seconds: float, low: float, high:
 
 
 def fitted_sizes(sizes: Iterable[int], hosts: int, ranks_per_host: int, collective: str = "all_reduce") -> list[int]:
-    """Which of the measured sizes say what a link does: the smallest of those that travel with the arrival and of
-    those that do not, and the largest of all. Three, or the last two."""
+    """The measured sizes that determine a link: the smallest that travels with the arrival, the smallest that does not,
+    and the largest of all. Three, or the last two."""
     small = [n for n in sizes if travels_along(collective, n, hosts, ranks_per_host)]
     large = sorted(set(sizes) - set(small))
     if len(large) < 2:
@@ -149,9 +149,9 @@ def fit_link(
 ) -> Link:
     """A Link from measured calls of real hosts, ``{bytes: seconds}``; ``fitted_sizes`` says which of them are used.
 
-    One that travels with the arrival says what it costs hosts to meet, the next what a message costs, the largest what
-    a link carries. Latency cannot be told from software's time, nor headers from a slower link: they are in there. So
-    is the arrival in ``message``, where no size says more.
+    A size that travels with the arrival gives the cost to meet, the next one the cost of a message, the largest the
+    bandwidth. Software time includes latency, and bandwidth includes headers, because they cannot be told apart.
+    Without a size for it, ``message`` includes the arrival, too.
     """
     for nbytes, seconds in measured.items():
         if nbytes < 1 or not seconds > 0:

@@ -1,6 +1,6 @@
-"""Predictions beside what ``symcomm bench hosts --json`` measured: how far to trust the others.
+"""Compares predictions with what ``symcomm bench hosts --json`` measured, to show how far to trust them.
 
-A link is fitted to a few all_reduces of the first file; every other figure, of any file, is then a prediction.
+It fits a link to a few all_reduces of the first file; every other figure, of any file, is then a prediction.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Checked:
-    """One figure and its prediction, in seconds. ``fitted``: the link was made to meet it."""
+    """One figure and its prediction, in seconds. ``fitted``: the link was fitted to it."""
 
     run: str
     hosts: int
@@ -61,7 +61,7 @@ class Checked:
 
 
 def read(path: Path) -> Measured:
-    """What ``symcomm bench hosts --json`` wrote. Its hosts share the cores of the machine that they were made on."""
+    """Read what ``symcomm bench hosts --json`` wrote. Its hosts share the cores of one machine."""
     fix = "write it with `symcomm bench hosts --json FILE`"
     try:
         found = json.loads(path.read_text())
@@ -79,7 +79,7 @@ def read(path: Path) -> Measured:
 
 
 def check(runs: Sequence[Measured], machine: Machine) -> tuple[Link, list[Checked]]:
-    """The link that the first run says, and every figure that can be predicted."""
+    """The link fitted to the first run, and every figure that can be predicted."""
     link, sizes = runs[0].link(machine)
     found = [
         Checked(

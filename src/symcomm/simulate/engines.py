@@ -7,7 +7,7 @@
              max-min fair sharing gives, without playing it.
 ``simgrid``  SimGrid's simulator plays every round as flows over the same wires; needs the extra ``symcomm[simulate]``.
 
-Either way the time includes no combining and no copies inside hosts; predict.py adds those.
+In both, the time excludes combining and copies inside hosts; predict.py adds those.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _longest_and_busiest(topology: Topology, pairs: Pairs) -> tuple[int, float]:
 
 
 def simgrid_seconds(topology: Topology, rounds: Sequence[Round]) -> list[float]:
-    """SimGrid holds one platform a process, hence a process for each question."""
+    """SimGrid has one platform per process, hence a process for each question."""
     question = _as_platform(topology, rounds)
     command = [sys.executable, "-m", "symcomm.simulate.simgrid_worker"]
     try:
@@ -70,7 +70,7 @@ def simgrid_seconds(topology: Topology, rounds: Sequence[Round]) -> list[float]:
 
 
 def _as_platform(topology: Topology, rounds: Sequence[Round]) -> dict[str, Any]:
-    """Only the wires and routes that some message takes."""
+    """Only the wires and routes that messages take."""
     wires: dict[tuple[Any, ...], int] = {}
     bandwidths: list[float] = []
     routes = []

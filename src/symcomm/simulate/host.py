@@ -3,7 +3,7 @@
 Every rank has a clock. A copy or a reduction moves the clock by what its bytes cost; a signal notes when it was given;
 a wait moves the clock to the moment at which the last of its signals is seen. The slowest rank's clock is the answer.
 
-Long loops are not played to their end: after a few turns every turn takes as long as the one before.
+It does not play long loops to their end: after a few turns, every turn takes as long as the previous one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Host:
         ranks = len(self.plans)
         self.clocks = [0.0] * ranks
         self.signals: list[dict[int, float]] = [{} for _ in range(ranks)]  # value -> when
-        # what of the user's tensors is in a cache: those that are small stay there from call to call
+        # which of the user's tensors are in a cache: small ones stay there from call to call
         self.small = self.nbytes <= self.machine.cache
         self.seen = self.machine.wait(ranks)
         self.moved = False
@@ -108,7 +108,7 @@ class _Host:
         return max(self.clocks)
 
     def rank(self, rank: int) -> Iterator[bool]:
-        """Yields whenever this rank has to wait for a signal that has not been given yet."""
+        """Yields whenever this rank must wait for a signal that has not been given yet."""
         for step in _body(self.plans[rank], self.symmetric):
             turns, body = (min(step.turns, self.most_turns), step.body) if isinstance(step, Loop) else (1, (step,))
             for turn in range(turns):
@@ -129,7 +129,7 @@ class _Host:
         for peer in range(len(self.plans)) if who == ALL else (who,):
             if peer != rank:
                 when = self.signals[peer].get(value)
-                if when is None:  # a later signal says at least as much
+                if when is None:  # a later signal implies this one
                     when = next((at for given, at in self.signals[peer].items() if given > value), None)
                 if when is None:
                     return None
@@ -149,7 +149,7 @@ class _Host:
         self.clocks[rank] += self.machine.touch(others * step.nbytes, ranks, self.small)
 
     def is_far(self, rank: int, place: At) -> bool:
-        """Whether the bytes lie on another node than the rank."""
+        """Whether the bytes are on another node than the rank."""
         if self.machine.nodes == 1 or place.space in (Space.IN, Space.OUT):
             return False
         ranks = len(self.plans)

@@ -1,4 +1,4 @@
-"""What one host does with bytes, and how long its ranks take to meet.
+"""How fast one host moves and combines bytes, and how long its ranks take to meet.
 
 Numbers come from ``symcomm simulate --calibrate`` (calibrate.py), which writes them to the user's cache directory, or
 from DEFAULT, which is such a measurement of the machine named in it.
@@ -81,7 +81,7 @@ DEFAULT = Machine(
     name="2 Neoverse N1 cores",
     call=0.97e-6,
     meet=0.62e-6,
-    peer=0.1e-6,  # assumed: two cores hold no third rank
+    peer=0.1e-6,  # assumed: two cores have no third rank
     cached=42.6e9,
     memory=24.7e9,
     host_memory=150e9,  # assumed: two cores do not exhaust a host's memory
@@ -103,7 +103,7 @@ def save(machine: Machine, path: str | os.PathLike[str] | None = None) -> Path:
 
 
 def load(path: str | os.PathLike[str] | None = None) -> Machine:
-    """The calibration of this machine, or DEFAULT when there is none. A file that was named must be there.
+    """The calibration of this machine, or DEFAULT when there is none. A file that you name must exist.
 
     Raises: BadArgumentError."""
     wanted = cache_file() if path is None else Path(path)

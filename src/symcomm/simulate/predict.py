@@ -45,12 +45,12 @@ CHUNK = 4 << 20  # bytes, of hierarchical collectives: fewer would not hide a ne
 # Ranks that share a core take turns, though most only wait for their host's leader: messages and meetings take as many
 # times longer to the power of this. Two hosts of one core, 4 ranks beside 2: 1.4 times as long to meet, 1.6 to send.
 CROWDING = 0.7
-DIRECT_HOSTS = 256  # beyond, everybody to everybody is too many messages to send, and to simulate
+DIRECT_HOSTS = 256  # beyond this, all to all is too many messages to send, and to simulate
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal hosts, how they are wired, and who works out what rounds cost.
+    """Equal hosts, how they are wired, and which engine costs rounds.
 
     Raises: BadArgumentError."""
 
@@ -71,7 +71,7 @@ class Cluster:
 
     @property
     def network(self) -> Topology:
-        """The topology as its messages find it: what software does takes longer where ranks share cores."""
+        """The topology as messages see it: software takes longer if ranks share cores."""
         link, crowding = self.topology.link, self.machine.crowding(self.ranks_per_host) ** CROWDING
         slowed = link._replace(message=link.message * crowding, arrival=link.arrival * crowding)
         return replace(self.topology, link=slowed)
@@ -136,14 +136,14 @@ def predict(
 
 
 def why_left_out(collective: str, cluster: Cluster) -> dict[str, str]:
-    """The algorithms that ``compare`` does not estimate on a cluster of so many hosts, each with the reason."""
+    """The algorithms that ``compare`` does not estimate on a cluster with this many hosts, each with the reason."""
     if cluster.hosts <= DIRECT_HOSTS or "hierarchical direct" not in ALGORITHMS[collective]:
         return {}
     return {"hierarchical direct": f"every host to every other is estimated for up to {DIRECT_HOSTS} hosts"}
 
 
 def compare(collective: str, nbytes: int, cluster: Cluster) -> list[Estimate]:
-    """Every algorithm's estimate, in the order of ALGORITHMS, but for those that ``why_left_out`` names.
+    """Every algorithm's estimate, in the order of ALGORITHMS, except those that ``why_left_out`` names.
 
     Raises: BadArgumentError."""
     _check(collective, nbytes)
@@ -175,7 +175,7 @@ def travels_along(collective: str, nbytes: int, hosts: int, ranks_per_host: int)
 
 
 def _said(collective: str, nbytes: int, hosts: int) -> int:
-    """What a host has to say to another: its ranks' pieces, those for the other's, or all."""
+    """What a host sends to another: its ranks' pieces, those for the other's ranks, or all."""
     return -(-nbytes // hosts) if collective in ("all_gather", "reduce_scatter") else nbytes
 
 
@@ -213,7 +213,7 @@ def _in_chunks(collective: str, way: str, nbytes: int, cluster: Cluster) -> Esti
 
 
 def _arrival(cluster: Cluster) -> float:
-    """Hosts tell each other that they have come, and with what: a small message each way, before anything else."""
+    """Hosts tell each other that they have arrived, and with what: a small message each way, before anything else."""
     if cluster.hosts == 1:
         return 0.0
     link = cluster.network.link
@@ -268,7 +268,7 @@ def _hierarchical(collective: str, way: str, nbytes: int, cluster: Cluster) -> t
 
 
 def _flat(collective: str, way: str, nbytes: int, cluster: Cluster) -> list[Round]:
-    """The algorithm among all ranks; what stays within a host leaves the network alone."""
+    """The algorithm among all ranks; messages within a host do not use the network."""
     ranks = cluster.ranks
 
     def placed(rounds: Sequence[Round]) -> list[Round]:
@@ -291,13 +291,13 @@ def _on_hosts(messages: Round, ranks_per_host: int) -> Round:
 
 
 def _best_tree(nbytes: int, cluster: Cluster, cut: Callable[[int], list[Round]]) -> list[Round]:
-    """As many chunks as pay: more of them fill the pipeline sooner, and cost a message each."""
+    """The best number of chunks: more of them fill the pipeline sooner, but cost a message each."""
     best, least, chunks = cut(1), float("inf"), 1
     while chunks <= MOST_CHUNKS:
         rounds = cut(chunks)
         seconds = _rounds_seconds(rounds, nbytes, cluster, model_seconds)
         if seconds > least:
-            break  # it falls, and then it grows
+            break  # it falls, then grows
         best, least, chunks = rounds, seconds, chunks * 2
     return best
 

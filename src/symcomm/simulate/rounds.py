@@ -42,13 +42,13 @@ class Round:
 
     @property
     def software(self) -> float:
-        """What they cost a rank's software, in messages of its own: those that are under way together wait together."""
+        """What they cost a rank's software, in single messages: those under way together wait together."""
         both = (1 + (self.sends - 1) * FURTHER) if self.sends else 0.0
         return both / 2 if self.one_way else both
 
 
 def ring(hosts: int, nbytes: float, combine: bool) -> list[Round]:
-    """H-1 rounds, in each of which every host passes ``nbytes`` / H on to the next."""
+    """H-1 rounds; in each, every host passes ``nbytes`` / H to the next."""
     if hosts == 1:
         return []
     pairs = tuple((host, (host + 1) % hosts) for host in range(hosts))
@@ -72,7 +72,7 @@ def halving(hosts: int, nbytes: float, combine: bool) -> list[Round]:
 
 
 def reversed_rounds(rounds: list[Round]) -> list[Round]:
-    """The way back: the same messages the other way round, in the opposite order, and nothing to combine."""
+    """The way back: the same messages in the opposite direction and order, with nothing to combine."""
     return [Round(tuple((b, a) for a, b in r.pairs), r.nbytes, r.times) for r in reversed(rounds)]
 
 
@@ -82,7 +82,7 @@ def _everyone(first: int, hosts: int) -> Pairs:
 
 
 def direct(hosts: int, nbytes: float, combine: bool) -> list[Round]:
-    """One round: each host gets its share from all others, or sends its own to all."""
+    """One round: each host gets its share from all others, or sends its own share to all."""
     if hosts == 1:
         return []
     share = nbytes / hosts
@@ -115,7 +115,7 @@ def all_gather_rounds(way: str, hosts: int, nbytes: float) -> list[Round]:
 
 
 def all_reduce_rounds(way: str, hosts: int, nbytes: float) -> list[Round]:
-    """One after the other; two hosts that exchange all they have need no second round."""
+    """One after the other; two hosts that exchange everything need no second round."""
     if way == "direct" and hosts == 2:
         return [Round(_everyone(0, 2), nbytes, 1, nbytes)]
     return reduce_scatter_rounds(way, hosts, nbytes) + all_gather_rounds(way, hosts, nbytes)

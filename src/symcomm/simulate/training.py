@@ -1,4 +1,4 @@
-"""A training step whose communication hides behind its computation.
+"""A training step that hides communication behind computation.
 
 Computation is a forward pass, a third of it, and a backward pass, the rest: a backward pass makes two products for
 each one of the forward pass. Collectives run one after the other beside it.
@@ -67,7 +67,7 @@ def fsdp_step(model_bytes: int, compute: float, unit_bytes: int, cluster: Cluste
     scatters, _ = _costs("reduce_scatter", sizes, cluster, algorithm)
     network, computed, started = 0.0, 0.0, 0.0  # when the network and the computation are free; the last unit's start
     for size, gather in zip(sizes, gathers, strict=True):
-        network = max(network, started) + gather  # one unit ahead: while the one before computes
+        network = max(network, started) + gather  # one unit ahead: while the previous one computes
         started = max(computed, network)
         computed = started + compute * FORWARD * size / model_bytes
     ready = computed  # the last unit is still there from the forward pass
