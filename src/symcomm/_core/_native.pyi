@@ -148,6 +148,23 @@ class Group:
 # --- operations: exec/, torch/ ----------------------------------------------------------------------------------------
 
 CALL_ALL_TO_ALL_SINGLE: int
+OP_COPY: int
+OP_REDUCE: int
+OP_SIGNAL: int
+OP_WAIT: int
+OP_LOOP: int
+SPACE_IN: int
+SPACE_OUT: int
+SPACE_STAGE: int
+SPACE_PEER_IN: int
+SPACE_PEER_OUT: int
+NEED_INPUT: int
+NEED_OUTPUT: int
+PLAN_SIGNAL_BITS: int
+PLAN_MIXED_SIGNAL: int
+PLAN_HEADER: str  # names of fields, with spaces between
+PLAN_STEP: str
+PLAN_PLACE: str
 EFFECT_COPIES: int
 EFFECT_WRITES: int
 OPTIONS_ASYNC: int

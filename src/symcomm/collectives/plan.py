@@ -24,22 +24,27 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from symcomm._core import native
 
 ALL = -1  # "every other rank", in Wait.who
-FIRST_SIGNAL = 2  # bodies number their signals from here; lower ones belong to the executor
-MAX_SIGNALS = 1 << 24  # progress = sequence number * MAX_SIGNALS + signal, in 64 bits
+FIRST_SIGNAL = native.PLAN_MIXED_SIGNAL + 1  # bodies number their signals from here; lower ones are the executor's
+MAX_SIGNALS = 1 << native.PLAN_SIGNAL_BITS  # progress = sequence number * MAX_SIGNALS + signal, in 64 bits
 
 
 class Space(enum.IntEnum):
     """Where bytes live. IN and OUT are indexed by buffer, the others by rank."""
 
-    IN = 0
-    OUT = 1
-    STAGE = 2  # this operation's half of rank r's staging area
-    PEER_IN = 3  # rank r's input tensor; only in direct plans
-    PEER_OUT = 4  # rank r's output tensor; only in direct plans
+    IN = native.SPACE_IN
+    OUT = native.SPACE_OUT
+    STAGE = native.SPACE_STAGE  # this operation's half of rank r's staging area
+    PEER_IN = native.SPACE_PEER_IN  # rank r's input tensor; only in direct plans
+    PEER_OUT = native.SPACE_PEER_OUT  # rank r's output tensor; only in direct plans
 
 
 class Collective(enum.IntEnum):
@@ -128,8 +133,8 @@ class Need(enum.IntFlag):
     """Which of a rank's tensors must be symmetric for the direct plan to be taken."""
 
     NOTHING = 0
-    INPUT = 1
-    OUTPUT = 2
+    INPUT = native.NEED_INPUT
+    OUTPUT = native.NEED_OUTPUT
 
 
 # Names of plans; records hold their numbers.
@@ -162,18 +167,27 @@ class Plan:
         coder = _Encoder()
         parts = [coder.block(part) for part in (self.head, self.staged, self.direct or [])]
         needs = list(self.needs) if self.direct is not None else [Need.NOTHING] * self.world
-        head = [
-            self.world, self.rank, self.collective, self.dtype, self.redop, self.root, self.count,
-            1 if self.direct is not None else 0, *map(len, parts), len(coder.places), self.piece_bytes,
-            ALGORITHMS.index(self.name), self.attach_bytes, self.attach_large,
-        ]  # fmt: skip
+        head = _Header(
+            world=self.world, rank=self.rank, collective=self.collective, dtype=self.dtype, redop=self.redop,
+            root=self.root, count=self.count, has_direct=self.direct is not None, n_head=len(parts[0]),
+            n_staged=len(parts[1]), n_direct=len(parts[2]), n_places=len(coder.places), piece_bytes=self.piece_bytes,
+            algorithm=ALGORITHMS.index(self.name), attach_bytes=self.attach_bytes, attach_large=self.attach_large,
+        )  # fmt: skip
         ints = array("q", [*head, *needs])
-        for part in parts:
-            for row in part:
-                ints.extend(row)
-        for place in coder.places:
-            ints.extend(place)
+        for row in (*parts[0], *parts[1], *parts[2], *coder.places):
+            ints.extend(row)
         return ints.tobytes()
+
+
+def _row_of(name: str, fields: str) -> Any:
+    """A kind of row of an encoded plan. Fields that a row does not name are 0."""
+    make: Any = namedtuple  # whose fields mypy would like to know
+    return make(name, fields, defaults=[0] * len(fields.split()))
+
+
+_Header = _row_of("_Header", native.PLAN_HEADER)
+_Row = _row_of("_Row", native.PLAN_STEP)
+_place = attrgetter(*native.PLAN_PLACE.split())  # which an At has, too
 
 
 class _Encoder:
@@ -182,29 +196,33 @@ class _Encoder:
     def __init__(self) -> None:
         self.places: list[tuple[int, ...]] = []
 
-    def block(self, steps: Sequence[Step]) -> list[list[int]]:
-        rows: list[list[int]] = []
+    def block(self, steps: Sequence[Step]) -> list[tuple[int, ...]]:
+        rows: list[tuple[int, ...]] = []
         for step in steps:
             if isinstance(step, Loop):
-                rows.append([4, 0, 0, 0, 0, 0, 0, 0, 0, 0, step.turns, len(step.body)])
+                rows.append(_Row(op=native.OP_LOOP, turns=step.turns, body=len(step.body)))
                 rows += [self.row(inner) for inner in step.body]
             else:
                 rows.append(self.row(step))
         return rows
 
-    def row(self, step: Copy | Reduce | Signal | Wait) -> list[int]:
+    def row(self, step: Copy | Reduce | Signal | Wait) -> tuple[int, ...]:
         if isinstance(step, Signal):
-            return [2, 0, 0, 0, 0, 0, 0, step.value, step.stride, 0, 0, 0]
+            return _Row(op=native.OP_SIGNAL, value=step.value, value_stride=step.stride)
         if isinstance(step, Wait):
-            return [3, 0, 0, 0, 0, 0, 0, step.value, step.stride, step.who, 0, 0]
+            return _Row(op=native.OP_WAIT, value=step.value, value_stride=step.stride, who=step.who)
         src = step.src if isinstance(step, Reduce) else (step.src,)
-        first_dst = self.add(step.dst)
-        first_src = self.add(src)
-        last = step.nbytes if step.last is None else step.last
-        code = 1 if isinstance(step, Reduce) else 0
-        return [code, first_dst, len(step.dst), first_src, len(src), step.nbytes, last, 0, 0, 0, 0, 0]
+        return _Row(
+            op=native.OP_REDUCE if isinstance(step, Reduce) else native.OP_COPY,
+            dst=self.add(step.dst),
+            n_dst=len(step.dst),
+            src=self.add(src),
+            n_src=len(src),
+            nbytes=step.nbytes,
+            last=step.nbytes if step.last is None else step.last,
+        )
 
     def add(self, places: tuple[At, ...]) -> int:
         first = len(self.places)
-        self.places += [(p.space, p.index, p.offset, p.stride, p.mod, p.phase) for p in places]
+        self.places += map(_place, places)
         return first

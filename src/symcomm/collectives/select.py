@@ -74,7 +74,7 @@ def _cached(function: _Function) -> _Function:
     return choose  # type: ignore[return-value]
 
 
-_HASHED = 1 << 62  # marks a count that carries a hash
+HASHED = 1 << 62  # marks a count that encodes more than a number
 _hashed: dict[int, Sequence[int] | str] = {}  # what hashes of this process stand for, for errors
 MOST_HASHED = 1024
 MOST_WORDS = 160  # characters of a list of sizes in an error
@@ -89,12 +89,12 @@ def signature_count(counts: Sequence[int], listed: bool = False) -> int:
     has.
     """
     total, code = sum(counts), hash_sizes(counts, listed)
-    return _HASHED | code << 32 | total & 0xFFFFFFFF if code else total
+    return HASHED | code << 32 | total & 0xFFFFFFFF if code else total
 
 
 def custom_count(what: Sequence[object], total: int, told: str) -> int:
     """The same for a user's own plan. ``what``: all that ranks must agree on; ``told``: how errors say it."""
-    return _HASHED | _hash(repr(what).encode(), told) << 32 | total & 0xFFFFFFFF
+    return HASHED | _hash(repr(what).encode(), told) << 32 | total & 0xFFFFFFFF
 
 
 def hash_sizes(sizes: Sequence[int], listed: bool = False) -> int:
@@ -112,12 +112,12 @@ def _hash(what: bytes, told: Sequence[int] | str) -> int:
 
 def elements_of(count: int) -> int:
     """The total in a plan's ``count``, for people (modulo 2**32 where it carries a hash)."""
-    return count & 0xFFFFFFFF if count & _HASHED else count & ~(ON_DEVICE | WITH_INFOS)
+    return count & 0xFFFFFFFF if count & HASHED else count & ~(ON_DEVICE | WITH_INFOS)
 
 
 def sizes_in(count: int) -> str:
     """A plan's ``count`` in words: the total, or the sizes of all pieces where this process has made their hash."""
-    return sizes_of_hash(count >> 32 & 0x1FFFFFFF if count & _HASHED else 0) or str(elements_of(count))
+    return sizes_of_hash(count >> 32 & 0x1FFFFFFF if count & HASHED else 0) or str(elements_of(count))
 
 
 def sizes_of_hash(code: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from symcomm._core import native
 from symcomm.collectives.plan import Collective, Plan
-from symcomm.collectives.select import sizes_of_hash
+from symcomm.collectives.select import HASHED, sizes_of_hash
 from symcomm.group.failure import Status, call_words
 from symcomm.hierarchical.engines.base import Engine, Expected, Move, Transfer
 from symcomm.hierarchical.failure import Failures, OperationRefused, OperationStopped
@@ -28,7 +28,6 @@ from symcomm.types import DType
 IN_FLIGHT = 4  # chunks: two on the network, one that was just produced, one that is being consumed
 LATE_BYTES = 1.0  # seconds that data of a rank that ended may still be in flight
 NOTHING: Mapping[int, int] = {}
-HASHED = 1 << 62  # as in collectives/select.py: a count that encodes more than a number
 
 # Processes one chunk, and yields what it has to wait for: first None, once it has posted its receives.
 Chunk = Generator["Transfer | None", None, None]

@@ -1,4 +1,4 @@
-/* Plans, operations and requests as Python sees them: capsules, whose classes are in symcomm/group. */
+/* Plans and requests as Python sees them, and the methods of native.Group that run them. */
 #include <stdlib.h>
 
 #include "exec/async.h"
@@ -192,4 +192,20 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_exec(PyObject *module) { return PyModule_AddFunctions(module, methods); }
+static const struct constant constants[] = {
+    CONSTANT(OP_COPY),          CONSTANT(OP_REDUCE),         CONSTANT(OP_SIGNAL),
+    CONSTANT(OP_WAIT),          CONSTANT(OP_LOOP),           CONSTANT(SPACE_IN),
+    CONSTANT(SPACE_OUT),        CONSTANT(SPACE_STAGE),       CONSTANT(SPACE_PEER_IN),
+    CONSTANT(SPACE_PEER_OUT),   CONSTANT(NEED_INPUT),        CONSTANT(NEED_OUTPUT),
+    CONSTANT(PLAN_SIGNAL_BITS), CONSTANT(PLAN_MIXED_SIGNAL), {NULL, 0},
+};
+
+#define PLAN_NAME(NAME) #NAME " "
+
+int symcomm_add_exec(PyObject *module) {
+    if (symcomm_add_part(module, methods, constants) < 0) return -1;
+    bool failed = PyModule_AddStringConstant(module, "PLAN_HEADER", PLAN_HEADER_FIELDS(PLAN_NAME)) < 0 ||
+                  PyModule_AddStringConstant(module, "PLAN_STEP", PLAN_STEP_FIELDS(PLAN_NAME)) < 0 ||
+                  PyModule_AddStringConstant(module, "PLAN_PLACE", PLAN_PLACE_FIELDS(PLAN_NAME)) < 0;
+    return failed ? -1 : 0;
+}

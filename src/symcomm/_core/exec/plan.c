@@ -8,7 +8,7 @@
 #include "group/control.h"
 #include "reduce/types.h"
 
-#define HEADER_WORDS 16
+#define HEADER_WORDS (int64_t)(sizeof(struct plan_header) / sizeof(int64_t))
 #define STEP_WORDS (int64_t)(sizeof(struct plan_step) / sizeof(int64_t))
 #define PLACE_WORDS (int64_t)(sizeof(struct plan_place) / sizeof(int64_t))
 
@@ -127,22 +127,25 @@ static const char *check_attached(const struct plan *p) {
 }
 
 static const char *check(struct plan *p, int64_t n_words) {
-    const int64_t *w = p->words;
-    p->world = w[0], p->rank = w[1], p->collective = w[2], p->dtype = w[3];
-    p->redop = w[4], p->root = w[5], p->count = w[6], p->has_direct = w[7] != 0;
-    int64_t n_places = w[11], total = 0;
-    p->piece_bytes = w[12], p->algorithm = w[13], p->attach_bytes = w[14], p->attach_large = w[15] != 0;
+    const struct plan_header *h = (const struct plan_header *)p->words;
+    p->world = h->world, p->rank = h->rank, p->collective = h->collective, p->dtype = h->dtype;
+    p->redop = h->redop, p->root = h->root, p->count = h->count, p->has_direct = h->has_direct != 0;
+    int64_t n_places = h->n_places, total = 0;
+    p->piece_bytes = h->piece_bytes, p->algorithm = h->algorithm;
+    p->attach_bytes = h->attach_bytes, p->attach_large = h->attach_large != 0;
     if (p->world < 1 || p->world > MAX_WORLD || p->rank < 0 || p->rank >= p->world) return "bad world";
     if (p->dtype < 0 || p->dtype >= DT_COUNT || p->redop < 0 || p->redop >= RED_COUNT) return "bad type";
     p->is_short = p->count <= SHORT_BYTES / (int64_t)symcomm_itemsize[p->dtype];
     if (n_places < 0 || n_places > n_words) return "bad place count";
+    const int64_t n_steps[PLAN_PARTS] = {
+        [PLAN_HEAD] = h->n_head, [PLAN_STAGED] = h->n_staged, [PLAN_DIRECT] = h->n_direct};
     for (int part = 0; part < PLAN_PARTS; part++) {
-        p->n_steps[part] = w[8 + part];
+        p->n_steps[part] = n_steps[part];
         if (p->n_steps[part] < 0 || p->n_steps[part] > n_words) return "bad step count";
         total += p->n_steps[part];
     }
     if (n_words != HEADER_WORDS + p->world + total * STEP_WORDS + n_places * PLACE_WORDS) return "bad length";
-    p->needs = w + HEADER_WORDS;
+    p->needs = p->words + HEADER_WORDS;
     for (int64_t r = 0; r < p->world; r++) p->writes_outputs |= p->has_direct && (p->needs[r] & NEED_OUTPUT);
     const int64_t *next = p->needs + p->world;
     p->places = (const struct plan_place *)(next + total * STEP_WORDS);
@@ -162,7 +165,7 @@ static const char *check(struct plan *p, int64_t n_words) {
 
 struct plan *plan_load(const void *bytes, size_t size, const char **why) {
     *why = "too short";
-    if (size < HEADER_WORDS * sizeof(int64_t) || size % sizeof(int64_t)) return NULL;
+    if (size < sizeof(struct plan_header) || size % sizeof(int64_t)) return NULL;
     struct plan *p = calloc(1, sizeof *p);
     int64_t *words = malloc(size);
     *why = "out of memory";

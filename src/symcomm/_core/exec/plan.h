@@ -15,12 +15,26 @@ enum { PLAN_HEAD, PLAN_STAGED, PLAN_DIRECT, PLAN_PARTS };
 #define PLAN_SIGNAL_BITS 24 /* progress = seq << 24 | signal */
 #define PLAN_MIXED_SIGNAL 1 /* the extra synchronisation when some rank skipped its head */
 
-struct plan_step {
-    int64_t op, dst, n_dst, src, n_src, nbytes, last, value, value_stride, who, turns, body;
-};
+/* The words of an encoded plan, all of 64 bits: a header, what each rank needs, steps, places. Python has the names of
+ * these fields, in this order, as native.PLAN_HEADER, PLAN_STEP and PLAN_PLACE. */
+/* clang-format off */
+#define PLAN_HEADER_FIELDS(F) \
+    F(world) F(rank) F(collective) F(dtype) F(redop) F(root) F(count) F(has_direct) F(n_head) F(n_staged) F(n_direct) \
+    F(n_places) F(piece_bytes) F(algorithm) F(attach_bytes) F(attach_large)
+#define PLAN_STEP_FIELDS(F) \
+    F(op) F(dst) F(n_dst) F(src) F(n_src) F(nbytes) F(last) F(value) F(value_stride) F(who) F(turns) F(body)
+#define PLAN_PLACE_FIELDS(F) F(space) F(index) F(offset) F(stride) F(mod) F(phase)
+/* clang-format on */
 
+#define PLAN_FIELD(NAME) int64_t NAME;
+struct plan_header {
+    PLAN_HEADER_FIELDS(PLAN_FIELD)
+};
+struct plan_step {
+    PLAN_STEP_FIELDS(PLAN_FIELD)
+};
 struct plan_place {
-    int64_t space, index, offset, stride, mod, phase;
+    PLAN_PLACE_FIELDS(PLAN_FIELD)
 };
 
 struct plan {
