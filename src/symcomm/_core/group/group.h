@@ -11,7 +11,7 @@
 
 struct flight_entry;
 
-/* How many calls took which way. Each is counted where it comes in, with the interpreter lock held. */
+/* How many calls took which way. Whoever counts one holds the interpreter lock. */
 struct ways {
     _Atomic uint64_t taken[2][2]; /* by [Python looked at it][another thread runs it] */
 };
@@ -23,33 +23,33 @@ struct wait_counts {
     _Atomic uint64_t slept;
 };
 
-/* Fields that are neither constant nor atomic say which lock guards them. */
+/* Fields are constant once the group is made, or atomic, unless their comment names who may use them. */
 struct group {
     int rank, world;
-    struct blocks *blocks;    /* what the ranks share: to be had by a visit, see group/visit.h */
+    struct blocks *blocks;    /* what the ranks share: reached through a visit, see group/visit.h */
     _Atomic uint64_t seq;     /* of the last operation */
     _Atomic uint64_t started; /* when it began, in ticks */
     int64_t stage_bytes;
-    _Atomic int64_t reserved_bytes; /* of each half of my own: how far its pages exist */
+    _Atomic int64_t reserved_bytes; /* of each half of my own stage: how many bytes have pages */
     char **arena;                   /* per rank: where this process has mapped it */
     int64_t arena_bytes;            /* size of my own */
     _Atomic uint32_t **life;        /* per rank */
-    _Atomic uint8_t *readable;      /* per rank: what exec/cma.c has found out */
+    _Atomic uint8_t *readable;      /* per rank: whether its memory can be read, see exec/cma.c */
     int spin;                       /* the first looks of a wait, at most */
     _Atomic int spin_now;           /* at present: fewer where ranks share cores and peers do not answer soon */
-    /* Then, before sleeping: how long to keep a core and look, or to offer it; see sync/backoff.h. */
+    /* After those: how long to look while keeping the core, or to offer it, before sleeping; see sync/backoff.h. */
     int64_t poll_ns, yield_ns;
     _Atomic int64_t timeout;     /* ns, of calls that do not say otherwise */
     _Atomic int64_t next_review; /* when to count cores and ranks again */
     _Atomic bool oversubscribed; /* there were more ranks than cores then */
-    _Atomic bool needs_core;     /* the rank counts as one that may need a core for it */
+    _Atomic bool needs_core;     /* this group counts its rank among those that need a core */
     struct wait_counts waits;
     bool own_process;                      /* no other rank of the group is a thread of this process */
     bool forked;                           /* this is a child's copy: the rank is its parent */
-    void *kept;                            /* what it held on to, once it is dropped */
+    void *kept;                            /* a Python object that lives as long as the group: interpreter lock */
     struct flight *flight;                 /* the rank's recorder, see observe/flight.h */
     uint32_t flight_group;                 /* this group's number there */
-    struct flight_entry *recording;        /* of the operation that runs: only its thread uses this */
+    struct flight_entry *recording;        /* of the operation that runs: for the thread that runs it */
     struct dispatch_cache *dispatch_cache; /* plans by kind of call, see exec/dispatch_cache.c: interpreter lock */
     struct p2p *p2p;                       /* point-to-point messages, see p2p/p2p.c */
     void *object;                          /* the native.Group that owns this struct */

@@ -11,7 +11,7 @@
 
 struct group;
 
-/* One call's. They may nest, by way of signal handlers and finalizers. */
+/* One call's. Visits nest: a signal handler or a finalizer may make a call of its own. */
 struct visit {
     struct group *group;
     struct control *const *blocks; /* per rank; after the group was left: for every rank the same private one */
