@@ -195,6 +195,22 @@ def test_death_while_others_wait_elsewhere(where: str):
     assert max(delays(outcomes)) < PROMPT
 
 
+def _leave_a_receiver(g: ProcessGroup) -> str:
+    t = torch.zeros(4)
+    g.barrier()
+    if g.rank != 0:
+        g.destroy()
+        return "left"
+    with pytest.raises(errors.RankFailedError, match="left"):
+        g.recv(t, symcomm.ANY_SOURCE)
+    return "raised"
+
+
+def test_a_receive_from_any_rank_ends_when_all_others_have_left():
+    outcomes = run_group(_leave_a_receiver, 3, timeout=20.0)
+    assert [o.value for o in outcomes] == ["raised", "left", "left"]
+
+
 def test_death_in_a_sub_group():
     outcomes = run_group(_die, 4, kill, "sub-group")
     assert [o.kind for o in outcomes] == ["returned", "died", "returned", "raised"]
