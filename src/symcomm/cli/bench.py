@@ -1,4 +1,4 @@
-"""``symcomm bench``: options in, tables out. Ranks are run by bench_run.py, results worded by bench_table.py."""
+"""``symcomm bench``: options in, tables out. bench/run.py runs ranks, bench/table.py words results."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_choice(option: str, value: str, allowed: Sequence[str]) -> str:
 
 
 def pick_collectives(text: str) -> tuple[str, ...]:
-    """Names with commas between them, or ``all``, of what ``hosts`` can measure."""
+    """Names of collectives that ``hosts`` can measure, with commas between them, or ``all``."""
     allowed = [name for name in COLLECTIVES if name != "p2p"]
     names = [name.strip() for name in text.split(",")]
     return tuple(allowed if names == ["all"] else (check_choice("--collectives", n, [*allowed, "all"]) for n in names))
@@ -90,7 +90,7 @@ class What:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How results are to be handed over, whatever was measured."""
+    """How to hand over results, whatever was measured."""
 
     markdown: bool
     best: bool
@@ -98,14 +98,14 @@ class Wanted:
     plot_file: Path | None
 
     def check_files(self) -> None:
-        """Refuse files that cannot be written before anything is measured."""
+        """Refuse files that we cannot write, before anything is measured."""
         if self.json_file:
             check_output_file("symcomm bench", "--json", self.json_file)
         if self.plot_file:
             pictures.check_picture("symcomm bench", "--plot", self.plot_file)
 
     def write(self, module: Any, found: Sequence[Any], workload: Any, heading: str) -> None:
-        """The files that are asked for, of what a module has measured."""
+        """Write the files that were asked for."""
         if self.json_file:
             self.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
         if self.plot_file:
@@ -152,14 +152,14 @@ def make_question(
 
 
 class Report:
-    """The tables of a question, a line as soon as its cases are measured."""
+    """The tables of a question; prints a line as soon as its cases are measured."""
 
     def __init__(self, question: Question, say: Callable[[str], None], *, summary: bool, markdown: bool, best: bool):
         self._question, self._say = question, say
         self._summary, self._markdown, self._best = summary, markdown, best
         self._table: bench_table.GrowingTable | None = None
         self._collective = ""
-        self._unshown: list[Result] = []  # of a size of which not all placements are measured
+        self._unshown: list[Result] = []  # of a size whose placements are not all measured yet
 
     def add(self, results: list[Result]) -> None:
         """The results of one case."""
@@ -308,7 +308,7 @@ def bench_by_parts(name: str, ranks: int, rounds: int | None, wanted: Wanted, *,
 def bench_noise(
     ranks: int, rounds: int | None, neighbours: str, against: str, wanted: Wanted, *, quick: bool, pin: bool
 ) -> None:
-    """Beside neighbours. It takes minutes, so every row is shown as soon as it is known."""
+    """With busy neighbours. It takes minutes, so every row is shown as soon as it is known."""
     _check_numbers(ranks, 0, 0, 0, rounds, "noise")
     module = _module_of("noise")
     kinds, peers = module.parse_neighbours(neighbours), module.peers_at_hand(against, parse_peers)
@@ -350,7 +350,7 @@ def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: b
 
 
 def bench_store(wanted: Wanted, *, quick: bool) -> None:
-    """Beside PyTorch's, where that is installed."""
+    """Against PyTorch's, if that is installed."""
     module = _module_of("store")
     sides = {"sides": tuple(module.SIDES) if has_torch() else ("ours",)}
     bench_program("store", _workload_of("store", **sides | _pace(module, None, quick)), wanted)
@@ -366,7 +366,7 @@ def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bo
 
 
 def bench_attach(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
-    """Copies or reads of peers' memory: what is faster is kept for groups to come."""
+    """Copies or reads of peers' memory; stores which is faster, for later groups."""
     module = _module_of("attach")
     ranks = module.usual_ranks() if ranks is None else ranks
     _check_numbers(ranks, 0, 0, 0, rounds, "attach")
@@ -400,7 +400,7 @@ def _workload_of(name: str, *args: Any, **facts: Any) -> Any:
 
 
 def _pace(module: Any, rounds: int | None, quick: bool) -> dict[str, Any]:
-    """What of a workload ``--quick`` and ``--rounds`` change."""
+    """What ``--quick`` and ``--rounds`` change of a workload."""
     return (module.QUICK if quick else {}) | ({"rounds": rounds} if rounds else {})
 
 
@@ -410,7 +410,7 @@ def bench_collective(
 ) -> None:  # fmt: skip
     _check_numbers(ranks, what.root, effort.iterations, effort.warmup, effort.rounds, what.collective)
     if what.collective == "window":
-        kinds = kinds[:1]  # where a tensor is that is put makes no difference
+        kinds = kinds[:1]  # the place of the tensor that is put does not matter
     question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
     need_torch(f"symcomm bench {what.collective}")
     answer(question, wanted, summary=quick)

@@ -1,4 +1,4 @@
-"""What ``symcomm bench`` can be asked for: the options, their names and helps."""
+"""The options of ``symcomm bench``, their names and helps."""
 
 from __future__ import annotations
 

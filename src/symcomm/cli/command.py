@@ -1,6 +1,6 @@
 """What all subcommands share: how their help looks, and how they refuse: one sentence on stderr, and exit status 2.
 
-Typer's exceptions are known here by their names, since they come from Click or from Typer's copy of it."""
+This file knows Typer's exceptions by name, because they come from Click or from Typer's copy of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Command(TyperCommand):
 
 @contextlib.contextmanager
 def one_sentence(call: str) -> Iterator[None]:
-    """What is raised inside becomes a sentence that begins with ``call``, and an exit status."""
+    """Turns what is raised inside into a sentence that begins with ``call``, and an exit status."""
     try:
         yield
     except errors.SymcommError as error:
@@ -61,7 +61,7 @@ def one_sentence(call: str) -> Iterator[None]:
 
 
 def choices(*names: str) -> Callable[[str], list[str]]:
-    """What a shell completes a value to; several with commas between them, where that is how they are given."""
+    """What a shell completes a value to; several, with commas between them, if the option takes that."""
 
     def complete(incomplete: str) -> list[str]:
         given, comma, last = incomplete.rpartition(",")
@@ -85,7 +85,7 @@ def flag(names: str, words: str) -> Any:
 
 
 def _shown(words: str, values: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A default is shown unless the help words it."""
+    """Shows a default unless the help words it."""
     return {"show_default": "[default:" not in words, "autocompletion": choices(*values) if values else None}
 
 

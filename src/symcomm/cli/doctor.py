@@ -1,4 +1,4 @@
-"""``symcomm doctor``: is this machine fit, and what to change."""
+"""``symcomm doctor``: is this machine set up well, and what to change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
 def examine(ranks: int | None = None) -> list[Finding]:
-    """All checks, of a machine that is to run ``ranks`` ranks."""
+    """All checks, for a machine that will run ``ranks`` ranks."""
     from symcomm.observe.health import machine, memory, network, software
 
     return run_checks([*software.CHECKS, *memory.CHECKS, *machine.checks(ranks), *network.CHECKS])

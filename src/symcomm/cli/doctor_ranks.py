@@ -17,7 +17,7 @@ def main(device: str) -> None:
 
     from symcomm.torch_backend.register import register
 
-    register()  # torch does so by itself where the package is installed, and not only found
+    register()  # torch does so by itself if the package is installed, not only found
     if device == HEAP:
         device = "cpu"
         check_heap()

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar with the time left on a terminal, now and then a line where there is none."""
+"""The progress of a long command: a bar with the time left on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Bar:
     def __call__(self, what: str) -> None:
         self._done += 1
         now = time.monotonic()
-        if self._done == 1:  # what came before it, starting ranks, does not come again
+        if self._done == 1:  # the start of ranks before it happens only once
             self._begun = now
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=what, refresh=True)
@@ -39,7 +39,7 @@ class Bar:
             print(f"# {self._done} of {self._turns} turns ({what}), about {left} left", file=sys.stderr, flush=True)
 
     def begin(self, what: str) -> None:
-        """Say what comes now, if it takes long and is no turn."""
+        """Say what comes next, if it takes long and is not a turn."""
         if self._bar is not None:
             self._bar.update(self._task, description=what, refresh=True)
         else:
@@ -68,8 +68,8 @@ def progress(turns: int, seconds_left: Callable[[], float] | None = None) -> Ite
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"),
     )  # fmt: skip
-    # Drawn at every turn, not by a thread, which would work while others are measured, and while processes are forked.
-    # Nor may it take stdout, which may be a file.
+    # Drawn at every turn, not by a thread, which would run during measurements and forks. Nor may it use stdout, which
+    # may be a file.
     with Progress(
         *columns, console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False
     ) as bar:

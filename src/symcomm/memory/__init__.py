@@ -5,5 +5,5 @@ numa.py     which part of the machine's memory is near to a rank
 limits.py   how much memory there is, and who says so
 arena.py    one rank's shared memory, and the view of other ranks' arenas
 hosts.py    which ranks share a host
-share.py    how ranks come to map each other's arenas, which proves it
+share.py    how ranks map each other's arenas, which proves it
 """

@@ -1,7 +1,7 @@
 """An arena: one rank's shared memory.
 
-It is one memfd, far larger than it will ever be filled (pages exist only where something was allocated), so every peer
-maps it once and a tensor's place is just (rank, offset) for ever. Nothing has a name in any file system: when the last
+It is one memfd, far larger than its contents will ever be (pages exist only where something was allocated). So every
+peer maps it once, and (rank, offset) is a tensor's place for ever. It has no name in any file system: when the last
 process that maps it is gone, so is the memory.
 
 Header of an arena, in its first page::
@@ -9,11 +9,11 @@ Header of an arena, in its first page::
     0    magic
     8    nonce (16 bytes): peers read it to prove that they see the same memory
     24   process id
-    64   life: the word the kernel marks when the owner dies (see _core/memory/life.h); the cores that the owner may
-         use, and how its long waits ended
+    64   life: the word the kernel marks when the owner dies (see _core/memory/life.h); the cores that the
+         owner may use, and counts of how its long waits ended
     2048 what the lock watch has to say, 1024 bytes (see _core/observe/gil_watchdog.c)
 
-From the second page on lies the flight recorder (see flight.py), and then what is allocated.
+The flight recorder (see flight.py) starts at the second page; allocations follow it.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from symcomm.memory.shared_heap import open_heap, room, say_ordinary
 
 MAGIC = 0x53594D434F4D4D31
 LIFE = 64
-MAX_ADDRESSES = 1 << 46  # of the 47 bits of addresses a process has; shared by all ranks it may map
+MAX_ADDRESSES = 1 << 46  # of the 47 bits of addresses that a process has; shared by all ranks that it may map
 RANKS_PLANNED_FOR = 64
 HUGE = 2 << 20
 NAME = "symcomm-"  # named arenas begin so
-SWEEP_AGE = 60  # seconds: a younger file may not be locked by its owner yet
-# Small allocations ask how much memory is left once per so many: asking takes 0.14 ms, the rest 0.02.
+SWEEP_AGE = 60  # seconds: the owner of a younger file may not have locked it yet
+# Small allocations check the memory left once per this many bytes: a check takes 0.14 ms, the rest 0.02.
 ASK_BYTES = 1 << 20
-KEEP_BYTES = 256 << 20  # freed pages kept for the next allocation before they go back to the kernel
+KEEP_BYTES = 256 << 20  # freed pages that are kept for the next allocation; more go back to the kernel
 
 
 @functools.lru_cache(maxsize=1024)
 def bytes_type(nbytes: int) -> type[ctypes.Array[Any]]:
-    """The ctypes array type of so many bytes. Making one takes 0.1 ms, and programs use the same sizes again."""
+    """The ctypes array type of so many bytes. To make one takes 0.1 ms, and programs reuse the same sizes."""
     return ctypes.c_char * nbytes
 
 
@@ -109,7 +109,7 @@ class Peer:
 
     @property
     def life(self) -> int:
-        """Address of the word that tells whether the owner lives."""
+        """Address of the word that says whether the owner lives."""
         return self.base + LIFE + native.LIFE_WORD
 
     @property
@@ -119,7 +119,7 @@ class Peer:
 
     @classmethod
     def map(cls, fd: int, nbytes: int) -> Peer:
-        """Map what a peer passed, once it is known that reading it cannot raise SIGBUS."""
+        """Map what a peer passed, after checking that reads cannot raise SIGBUS."""
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode) or facts.st_size < nbytes or len(head := os.pread(fd, 32, 0)) < 32:
             raise _not_an_arena()
@@ -130,13 +130,13 @@ class Peer:
 
 
 def read_waits(fd: int) -> tuple[int, ...]:
-    """How many long waits of the rank whose arena is open as ``fd`` were over by looking, by yielding, by sleeping."""
+    """How many long waits ended while looking, yielding and sleeping, for the rank whose arena is open as ``fd``."""
     return struct.unpack("<3Q", os.pread(fd, 24, LIFE + native.LIFE_WAITS))
 
 
 _peers: weakref.WeakValueDictionary[bytes, Peer] = weakref.WeakValueDictionary()  # arenas mapped by this process
 _peers_lock = threading.RLock()
-_with_heaps: list[Peer] = []  # mapped for ever: forked children have tensors in their parent's heap, too
+_with_heaps: list[Peer] = []  # mapped for ever: forked children have tensors in their parent's heap
 
 
 def peer_by_nonce(nonce: bytes) -> Peer | None:
@@ -149,7 +149,7 @@ def peers_mapped() -> list[Peer]:
 
 
 def add_peer(peer: Peer) -> Peer:
-    """The one object for this arena; it is remembered while somebody holds it."""
+    """The one object for this arena, remembered while it is in use."""
     with _peers_lock:
         return _peers.setdefault(peer.nonce, peer)
 
@@ -188,8 +188,8 @@ class Arena:
             open_heap(base + own_bytes, self.nbytes - own_bytes, self.fd, own_bytes)
             _with_heaps.append(self.peer)
         self._lock = threading.RLock()
-        self._busy = False  # whoever has the lock is in the middle of it
-        self.spares: dict[Any, list[int]] = {}  # parts of groups that were not made; only the same ranks may use them
+        self._busy = False  # the holder of the lock is in the middle of it
+        self.spares: dict[Any, list[int]] = {}  # parts of groups that were not made; only the same ranks may reuse them
         self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
         self._idle = 0  # freed bytes whose pages were kept, about
         self._unasked = ASK_BYTES  # allocated since we last asked how much memory is left
@@ -200,7 +200,7 @@ class Arena:
         self.move_to(current_node())
 
     def move_to(self, node: int) -> None:
-        """From now on pages come from this NUMA node while it has some; UNBOUND: from where they are first touched."""
+        """Take pages from this NUMA node while it has some; UNBOUND: from where they are first touched."""
         if node not in (self.node, UNBOUND) and native.prefer_node(self.base, self.nbytes, node):
             self.node = node
 
@@ -213,9 +213,9 @@ class Arena:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self.path = path
             _remove_at_exit(self, path)
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until we are gone, however we go
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, in whatever way
         os.ftruncate(self.fd, self.nbytes)
-        # A file system may become full, so all that will be written without asking has pages from the start there.
+        # A file system may become full, so there everything that is written unchecked gets its pages now.
         native.set_pages(self.fd, 0, 2 * PAGE if self.directory is None else PAGE + flight_bytes(CAPACITY), True)
 
     def allocate(self, nbytes: int) -> int:
@@ -224,7 +224,7 @@ class Arena:
 
     @property
     def must_reserve(self) -> bool:
-        """Whether every page must be asked for before it is used: a named arena's file system may be full."""
+        """Whether every page must be reserved before use: a named arena's file system may be full."""
         return self.directory is not None
 
     def allocate_sparse(self, nbytes: int, touched: int) -> int:
@@ -249,7 +249,7 @@ class Arena:
         return offset
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Give pages to a part of what allocate_sparse() gave without; raises ResourceError when there is no room."""
+        """Give pages to a part of an allocate_sparse() range; raises ResourceError if there is no room."""
         self._check_room(nbytes)
         self._make_pages(offset, nbytes)
 
@@ -264,7 +264,7 @@ class Arena:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """With the lock held: work on the heap. The lock itself would let the same thread in once more."""
+        """With the lock held: work on the heap. The lock alone would let the same thread in again."""
         if self._busy:
             raise CallerError(
                 "symmetric memory: asked for by a signal handler (or a finalizer) while its thread is allocating. "
@@ -290,8 +290,8 @@ class Arena:
         self._settle()
 
     def _settle(self) -> None:
-        """Take back what was dropped. Never waits: the garbage collector may call us while this very thread is in the
-        middle of it, and then whoever is settles when it is done."""
+        """Take back dropped ranges. Never waits: the garbage collector may call this while the same thread is in the
+        middle of it, and then that call settles when it is done."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 if self._busy:
@@ -303,7 +303,7 @@ class Arena:
                 self._lock.release()
 
     def _take_back(self, offset: int) -> None:
-        """With the lock held: pages go before the range can be given to anyone else. What was shut off from a stopped
+        """With the lock held: release pages before the range can be reused. A range that was shut off from a stopped
         peer's writes is never shared again."""
         length = self._heap.length_of(offset)
         if native.is_isolated(self.base + offset, length):
@@ -315,7 +315,7 @@ class Arena:
         self._heap.free(offset)
 
     def offset_of(self, address: int, nbytes: int) -> int:
-        """Where peers find what lies at ``address`` here."""
+        """The offset at which peers find what is at ``address`` here."""
         if native.is_isolated(address, nbytes):
             raise ResourceError(
                 "symmetric memory: this tensor is not shared any more, since a rank was stopped while it wrote to it "
@@ -324,7 +324,7 @@ class Arena:
         return address - self.base
 
     def trim(self) -> int:
-        """Return the pages of all freed ranges to the kernel; says how many bytes that were."""
+        """Return the pages of all freed ranges to the kernel; returns how many bytes that were."""
         self._settle()
         with self._lock, self._alone():
             before = self.reserved_bytes
@@ -357,7 +357,7 @@ class Arena:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of memory this arena really takes: pages in use, and idle ones kept for the next allocation."""
+        """Bytes of memory that this arena really takes: pages in use, and idle ones kept for the next allocation."""
         return os.fstat(self.fd).st_blocks * 512
 
     def unlink(self) -> None:
@@ -368,14 +368,14 @@ class Arena:
 
 
 def _close(pid: int, fd: int, life: int, peer: Peer) -> None:
-    """The arena is gone here: no tensor, no group of its rank. ``peer`` stays mapped until now, since life is in it."""
+    """The arena is gone: no tensor and no group uses it. ``peer`` stays mapped until now, because ``life`` is in it."""
     if os.getpid() == pid:
         native.life_stop(life)
         os.close(fd)
 
 
 def _remove_at_exit(arena: Arena, path: str) -> None:
-    """Remove the name in the end, where no group was ever made that would have."""
+    """Remove the name at exit, if no group was made that would have done so."""
     remove = functools.partial(_remove, path, os.getpid())
     weakref.finalize(arena, remove)
     if (util := sys.modules.get("multiprocessing.util")) is not None:  # its processes do not run atexit's list
@@ -389,11 +389,11 @@ def _remove(path: str, pid: int) -> None:
 
 
 def sweep(directory: str) -> None:
-    """Remove named arenas whose owners were killed before anybody could unlink them."""
+    """Remove named arenas whose owners were killed before any rank could unlink them."""
     for entry in os.scandir(directory):
         if not entry.name.startswith(NAME):
             continue
-        with contextlib.suppress(OSError):  # somebody else's, in use, or swept by another rank just now
+        with contextlib.suppress(OSError):  # another user's, in use, or just swept by another rank
             facts = entry.stat(follow_symlinks=False)
             if facts.st_uid != os.getuid() or time.time() - facts.st_mtime < SWEEP_AGE:
                 continue
@@ -411,17 +411,17 @@ _arena_lock = threading.RLock()  # making an arena may collect garbage, and fina
 
 
 def named_directory() -> str | None:
-    """Where arenas are files, or None when they are passed as descriptors (the rule)."""
+    """The folder of arenas that are files; None if they are passed as descriptors (the default)."""
     if os.environ.get("SYMCOMM_SHARE", "fd") == "named":
         return os.environ.get("SYMCOMM_SHM_DIR", "/dev/shm")
     return None
 
 
 def current_arena() -> Arena:
-    """The arena of the rank that runs here: the thread's where threads are ranks, else the process's."""
+    """The arena of the rank that runs here: the thread's if threads are ranks, otherwise the process's."""
     global _process_arena
     mine = _own_arena()
-    if mine is not None:  # without the lock: a signal handler may ask while its thread holds it
+    if mine is not None:  # without the lock: a signal handler may call this while its thread holds it
         return mine
     with _arena_lock:
         if (mine := _own_arena()) is None:

@@ -1,4 +1,4 @@
-"""The control groups that this process is in, in both of their versions, and how much processor time they grant."""
+"""The control groups of this process, of both versions, and the processor time that they grant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 PROC = Path("/proc/self")
 LIMITS = {"cgroup2": "cpu.max", "cgroup": "cpu.cfs_quota_us"}  # kind of file system -> where the quota is
-PERIOD = "cpu.cfs_period_us"  # of the first version; the second has it in the same file
+PERIOD = "cpu.cfs_period_us"  # in version 1; version 2 has it in the same file
 
 
 def folders(proc: Path, kind: str, controller: str, file: str) -> Iterator[Path]:
@@ -46,10 +46,10 @@ def _lines(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Quota:
-    """Where a control group says how much processor time its processes may use together."""
+    """Where a control group says how much processor time its processes share."""
 
     limit: Path
-    period: Path | None  # None: it stands beside the limit
+    period: Path | None  # None: in the same file as the limit
 
     @property
     def cores(self) -> float | None:
@@ -72,12 +72,12 @@ def quotas(proc: Path = PROC) -> list[Quota]:
 
 
 def granted_cores() -> float | None:
-    """What the tightest of them grants; None: there is no limit."""
+    """The cores that the tightest of them grants; None: no limit."""
     return min((cores for quota in quotas() if (cores := quota.cores) is not None), default=None)
 
 
 def watch_quotas(found: list[Quota] | None = None) -> None:
-    """Have the core look at these files from now on when it asks whether ranks have a core each."""
+    """Make the core read these files when it checks whether each rank has its own core."""
     from symcomm._core import native  # `symcomm doctor` asks for quotas where it was not built
 
     native.watch_quotas(tuple(

@@ -1,8 +1,8 @@
-"""The flight recorder's memory: a ring of a rank's last operations, and tables that say what its numbers mean.
+"""The flight recorder's memory: a ring of a rank's last operations, and tables for its numbers.
 
-It lies in the rank's arena, right after the header, so that every peer that has mapped the arena can read it, also when
-its owner is stuck or dead. The C core writes the entries (``_core/observe/flight.h``); names of groups and call sites
-are written here, once each::
+It is in the rank's arena, right after the header, so that every peer that has mapped the arena can read it, even if its
+owner is stuck or dead. The C core writes the entries (``_core/observe/flight.h``); names of groups and call sites are
+written here, once each::
 
     page 0     next (u64), capacity (u64), groups (u64: how many were ever named), sites (u64),
                forgotten (u64: operations up to this number are not shown any more)
@@ -29,12 +29,12 @@ from symcomm.memory.heap import PAGE
 DEFAULT_CAPACITY = 2048
 ENTRY, NUMBER, GROUP, SITE = struct.Struct("<6Q3I4B"), struct.Struct("<Q"), 512, 128
 GROUPS, SITES = 256, 4096
-PATHS = native.FLIGHT_PATHS  # bits of an entry's path that say how its bytes went; those above: how the call was made
+PATHS = native.FLIGHT_PATHS  # bits of an entry's path: how its bytes travelled; the bits above: how the call was made
 SIZES = ("SYMCOMM_FLIGHT_ENTRIES", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first that is set
 
 
 def capacity_from_environment() -> int:
-    """How many operations are kept: a power of two, or 0 to keep none."""
+    """How many operations to keep: a power of two; 0: none."""
     name = next((n for n in SIZES if n in os.environ), None)
     if name is None:
         return DEFAULT_CAPACITY
@@ -49,13 +49,14 @@ Peek = Callable[[int, int], bytes]  # (place, length) -> bytes: of this process'
 
 
 def flight_bytes(capacity: int) -> int:
-    """Addresses it takes; pages exist only where something was written."""
+    """The bytes of addresses that it takes; pages exist only where something was written."""
     return PAGE + -(-(capacity * ENTRY.size + GROUPS * GROUP + SITES * SITE) // PAGE) * PAGE
 
 
 @dataclass(frozen=True)
 class FlightEntry:
-    """One operation, as the core noted it. Times are ticks of the processor's counter; see ``native.ticks_to_ns``."""
+    """One operation, as the core recorded it. Times are ticks of the processor's counter; see
+    ``native.ticks_to_ns``."""
 
     number: int
     seq: int
@@ -74,7 +75,7 @@ class FlightEntry:
 
     @classmethod
     def of(cls, fields: tuple[Any, ...], site: str, group: dict[str, Any]) -> FlightEntry:
-        """From the numbers of an entry, with what its numbers of a site and a group stand for."""
+        """Makes an entry from its numbers, with the site and the group that they stand for."""
         number, seq, signature, count, created, finished, waited, _, _, status, path, plan, exact = fields
         return cls(
             number, seq, signature, count, created, finished, waited, site, group, status, path & PATHS, path & ~PATHS,
@@ -83,7 +84,7 @@ class FlightEntry:
 
 
 class Flight:
-    """This rank's recorder, as the rank itself writes it."""
+    """This rank's recorder, which the rank itself writes."""
 
     def __init__(self, address: int, capacity: int):
         self.address, self.capacity = address, capacity
@@ -93,7 +94,7 @@ class Flight:
         native.poke(address, struct.pack("<5Q", 0, capacity, 0, 0, 0))
 
     def add_group(self, name: str, rank: int, ranks: list[int], description: str = "") -> int:
-        """The number by which entries refer to this group from now on."""
+        """The number by which entries refer to this group."""
         with self._lock:
             number = self._groups = self._groups + 1
             facts = {"name": name, "rank": rank, "size": len(ranks), "ranks": ranks, "description": description}
@@ -106,11 +107,11 @@ class Flight:
         return number
 
     def forget(self) -> None:
-        """Show only what is recorded from now on."""
+        """Forget earlier operations: show only what is recorded from now on."""
         native.poke(self.address + 32, native.peek(self.address, 8))
 
     def site(self, site: tuple[str, int]) -> int:
-        """The number of a call site (file, line), noting it when it is new; 0 when the table is full."""
+        """The number of a call site (file, line), which it adds if new; 0 if the table is full."""
         known = self._site_numbers.get(site)
         if known is not None:
             return known
@@ -147,7 +148,7 @@ def read_groups(address: int, peek: Peek = native.peek) -> dict[int, dict[str, A
 
 
 def read_site(address: int, capacity: int, number: int, peek: Peek) -> str:
-    """The file and line that a number of entries stands for."""
+    """The file and line that a number in entries stands for."""
     raw = peek(_sites_at(address, capacity) + number * SITE, SITE)
     return raw[1 : 1 + raw[0]].decode(errors="replace")
 
@@ -170,7 +171,7 @@ def read_flight(address: int, peek: Peek = native.peek) -> list[FlightEntry]:
 
 
 def _consistent(address: int, capacity: int, peek: Peek) -> Iterator[tuple[Any, ...]]:
-    """Entries that nobody was writing while they were read."""
+    """Entries that were not being written while they were read."""
     before, raw, after = (peek(address + PAGE, capacity * ENTRY.size) for _ in range(3))
     for at in range(0, len(raw), ENTRY.size):
         fields = ENTRY.unpack_from(raw, at)

@@ -1,4 +1,4 @@
-"""Which parts of an arena are in use. Plain bookkeeping on offsets: no memory is touched here."""
+"""Which parts of an arena are in use. This only keeps books of offsets, and touches no memory."""
 
 from __future__ import annotations
 

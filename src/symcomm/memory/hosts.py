@@ -1,6 +1,6 @@
 """Which ranks share a host, from what each says of itself and of the arenas that it has mapped.
 
-SYMCOMM_HOST_ID makes ranks of one machine count as being on different hosts, to try that out."""
+For trials, SYMCOMM_HOST_ID makes ranks of one machine count as ranks of different hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _thread = threading.local()
 
 
 def pretend_host(name: str | None) -> None:
-    """Let the rank that runs in this thread count as being on a host of that name; None: where it really is."""
+    """Let this thread's rank count as a rank of the host ``name``; None: of its real host."""
     _thread.host = name
 
 
@@ -37,7 +37,7 @@ SHORT = 8  # characters by which ranks tell arenas apart: 48 random bits
 
 
 def short(nonces: Sequence[bytes]) -> str:
-    """Nonces in few characters each, one after the other."""
+    """Nonces, each shortened to a few characters, joined."""
     return "".join(base64.b64encode(nonce[:6]).decode() for nonce in nonces)
 
 
@@ -58,7 +58,7 @@ def boot_id() -> str:
 
 
 def check_versions(infos: Sequence[dict[str, Any]]) -> None:
-    """What ranks write into each other's memory may have changed between any two versions."""
+    """Refuse mixed versions: what ranks write into each other's memory may differ between any two versions."""
     versions = [info.get("version", "an older version") for info in infos]
     other = next((r for r, version in enumerate(versions) if version != versions[0]), None)
     if other is not None:
@@ -68,7 +68,7 @@ def check_versions(infos: Sequence[dict[str, Any]]) -> None:
 
 
 def hosts_of(infos: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """The ranks that should be able to share memory, host by host. What they have mapped proves it later."""
+    """The ranks that should be able to share memory, by host. Mapping each other's memory proves it later."""
     hosts = alike([_host_key(info) for info in infos])
     for ranks in hosts:
         first = infos[ranks[0]]
@@ -82,8 +82,8 @@ def hosts_of(infos: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 def _without_names(infos: Sequence[dict[str, Any]], ranks: list[int]) -> list[list[int]]:
-    """``ranks`` of one host. If the name of an arena is gone, those that have not mapped each other's have to pass
-    them, which takes a common network namespace."""
+    """``ranks`` of one host. If an arena's name is gone, ranks that have not mapped each other's arenas must pass them,
+    which needs a common network namespace."""
     some = [infos[r] for r in ranks]
     if all(c["path"] for c in some) or all(c["net"] == some[0]["net"] for c in some) or all_mapped(some):
         return [ranks]
@@ -98,7 +98,7 @@ def _host_key(info: dict[str, Any]) -> tuple[str, ...]:
 
 
 def alike(keys: Sequence[Any]) -> list[list[int]]:
-    """Positions of equal keys, in the order in which they first occur."""
+    """Positions of equal keys, in order of first occurrence."""
     found: dict[Any, list[int]] = {}
     for position, key in enumerate(keys):
         found.setdefault(key, []).append(position)

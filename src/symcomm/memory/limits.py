@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and which setting says so."""
+"""How much memory this process may still take, and which setting limits it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from symcomm.errors import ResourceError
 from symcomm.memory.control_groups import PROC, folders
 
-UNLIMITED = 1 << 62  # version 1 says so by a number of about 2**63
+UNLIMITED = 1 << 62  # version 1 says "no limit" by a number of about 2**63
 ENLARGE = "enlarge it (docker run --shm-size=8g, mount -o remount,size=8g), or let ranks share one network namespace"
 
 
@@ -35,7 +35,7 @@ def _number(path: Path) -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """A file of lines that are a name and a number."""
+    """Reads a file whose lines are a name and a number."""
     try:
         pairs = [line.split() for line in path.read_text().splitlines()]
         return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
@@ -45,7 +45,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Hierarchy:
-    """A version of control groups, and what it calls its files."""
+    """A version of control groups, and its file names."""
 
     kind: str  # of file system
     limit: str
@@ -68,8 +68,8 @@ def _groups(proc: Path, _pid: int) -> list[tuple[Path, _Hierarchy, int]]:
 
 
 def _room_in(folder: Path, hierarchy: _Hierarchy, above: int, wanted: int) -> tuple[int, str] | None:
-    """What a control group may still take. Of cached files, half of those in use count as free, as in MemAvailable;
-    that is looked up only where it matters."""
+    """What a control group may still take. Half of the cached files in use count as free, as in MemAvailable; this
+    looks them up only if that matters."""
     limit, cached = min(_number(folder / hierarchy.limit) or UNLIMITED, above), 0
     if limit >= UNLIMITED or (used := _number(folder / hierarchy.used)) is None:
         return None
@@ -80,7 +80,7 @@ def _room_in(folder: Path, hierarchy: _Hierarchy, above: int, wanted: int) -> tu
 
 
 def _cgroup_room(wanted: int = UNLIMITED) -> tuple[int, str] | None:
-    """The tightest limit of this process's control groups: (bytes left, which file says so)."""
+    """The tightest limit of this process's control groups: (bytes left, the file that sets it)."""
     rooms = [_room_in(*group, wanted) for group in _groups(PROC, os.getpid())]
     return min((room for room in rooms if room is not None), default=None)
 
@@ -98,7 +98,7 @@ def _mount_room(directory: str) -> tuple[int, str]:
 
 
 def check_room(nbytes: int, directory: str | None = None) -> None:
-    """Raise before the kernel would kill us. ``directory`` is set when the arena is a named file there."""
+    """Raise before the kernel would kill us. ``directory`` is set if the arena is a named file there."""
     rooms = [_system_room()]
     if (cgroup := _cgroup_room(nbytes)) is not None:
         rooms.append(cgroup)

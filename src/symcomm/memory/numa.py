@@ -1,7 +1,7 @@
-"""Which part of a machine's memory is near to a rank: its NUMA node.
+"""Which part of a machine's memory is near a rank: its NUMA node.
 
-A rank that may run on the cores of one node only is on that node; its arena's pages are taken there, and groups make
-plans that read other nodes' memory once. Where a rank may run on several, the kernel moves it about, and we do not ask.
+A rank that may run only on the cores of one node is on that node: its arena takes pages there, and groups make plans
+that read other nodes' memory once. If a rank may run on several nodes, the kernel moves it about, and we ignore nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNBOUND = -1  # the node of a rank that may run on several
 
 @functools.lru_cache(maxsize=8)
 def nodes_of_cores(folder: str) -> dict[int, int]:
-    """The node of each core, as the kernel lists them; empty where it does not."""
+    """The node of each core, as the kernel lists them; empty if it does not."""
     found: dict[int, int] = {}
     for node in sorted(Path(folder).glob("node[0-9]*")):
         try:
@@ -34,14 +34,14 @@ def _cores(text: str) -> list[int]:
 
 
 def current_node() -> int:
-    """The node of all cores that the calling thread may run on; UNBOUND if they are of several."""
+    """The node of all cores that the calling thread may run on; UNBOUND if there are several."""
     known = nodes_of_cores(SYSFS)
     nodes = {known.get(core, UNBOUND) for core in os.sched_getaffinity(0)}
     return nodes.pop() if len(nodes) == 1 else UNBOUND
 
 
 def cores_for(rank: int, ranks: int) -> set[int]:
-    """The cores of one node for a rank of so many, of those that we may use: ranks of a node follow each other."""
+    """The cores of one node for this rank, of those that we may use. Consecutive ranks share a node."""
     usable = os.sched_getaffinity(0)
     known = nodes_of_cores(SYSFS)
     nodes = sorted({known[core] for core in usable if core in known})

@@ -1,10 +1,10 @@
-"""How ranks come to map each other's arenas.
+"""How ranks map each other's arenas.
 
-The first rank listens on a Unix socket without a name in the file system; the others send it the descriptor of their
-arena and get everybody's in return. Both ends check the other's user id, and a connection that is no rank's is dropped.
-Where descriptors cannot be passed (ranks in separate network namespaces, or SYMCOMM_SHARE=named) arenas are files in
-SYMCOMM_SHM_DIR (/dev/shm), opened by name and unlinked as soon as all have mapped them. Either way every rank then
-reads each peer's nonce from the mapped memory: that, and nothing else, is what counts as being on the same host.
+The first rank listens on a Unix socket without a name in the file system. The others send it the descriptor of their
+arena and receive all ranks' in return. Both ends check the other's user id, and drop connections that are not a rank's.
+If descriptors cannot be passed (ranks in separate network namespaces, or SYMCOMM_SHARE=named), arenas are files in
+SYMCOMM_SHM_DIR (/dev/shm), opened by name and unlinked once all ranks have mapped them. In both cases every rank then
+reads each peer's nonce from the mapped memory. Only this decides whether ranks are on the same host.
 
 Where ``connect`` finds several hosts it says who shares memory with whom, and each host's ranks map their arenas with
 the next exchange (``HostArenas``): a group across hosts (symcomm.hierarchical) is made of one group per host.
@@ -46,7 +46,7 @@ log = logging.getLogger("symcomm.memory")
 
 
 class GroupNotBuilt(errors.RankFailedError):
-    """An exchange for a new group ended without one: nobody uses what was exchanged."""
+    """An exchange for a new group ended without one: no rank uses what was exchanged."""
 
 
 class OthersShortage(errors.ResourceError):
@@ -57,19 +57,19 @@ class Connected(NamedTuple):
     """What ``connect`` found out."""
 
     peers: list[Peer]  # the ranks' arenas, mapped; none where there are several hosts
-    extras: list[dict[str, Any]]  # what each rank had to say
+    extras: list[dict[str, Any]]  # what each rank said
     hosts: list[list[int]]  # the ranks that share memory, host by host
     infos: list[dict[str, Any]]  # where each rank's arena is
-    held: list[Peer]  # arenas that stay mapped while somebody holds this
+    held: list[Peer]  # arenas that stay mapped while this object lives
     is_mapped: bool  # whether those of this rank's host are, on all its ranks
 
 
 def connect(rank: int, world: int, exchange: Exchange, extra: dict[str, Any], timeout: float) -> Connected:
-    """Map every rank's arena, if all ranks are on one host. ``extra``: what to tell the others besides.
+    """Map every rank's arena, if all ranks are on one host. ``extra``: what else to tell the others.
 
-    Ranks say which arenas they have mapped already, so that all of them know at once whether any has to be passed."""
+    Ranks say which arenas they have already mapped, so that all of them know at once whether any must be passed."""
     arena = current_arena()
-    held = peers_mapped()  # what nobody holds is unmapped
+    held = peers_mapped()  # arenas without a holder are unmapped
     listener = _listen() if rank == 0 and world > 1 else None
     try:
         info = {
@@ -107,7 +107,7 @@ def _is_by_name(infos: Sequence[dict[str, Any]], ranks: Sequence[int]) -> bool:
 def _connect_by_name(
     exchange: Exchange, infos: Sequence[dict[str, Any]], here: Sequence[int], held: list[Peer]
 ) -> list[list[int]]:
-    """Open the files of this rank's host. Returns the hosts: ranks that cannot open each other's share none."""
+    """Open the files of this rank's host. Returns the hosts: ranks that cannot open each other's files share none."""
     seen = list(here)  # or those that are passed later
     if _is_by_name(infos, here):
         held += _open_named(infos, [r for r in here if peer_by_nonce(_nonce(infos[r])) is None])
@@ -139,7 +139,7 @@ class HostArenas:
 
     @property
     def socket(self) -> str | None:
-        """Where the first rank of this host passes descriptors, if it has to."""
+        """Where the first rank of this host passes descriptors, if it must."""
         return self._listener.getsockname().hex() if self._listener is not None else None
 
     def connect(self, sockets: Sequence[str | None], deadline: Deadline) -> list[Peer]:
@@ -168,15 +168,15 @@ def _prove(infos: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Peer]:
 
 # --- by descriptor ---------------------------------------------------------------------------------
 
-HELLO = struct.Struct("<Q16s")  # a rank, and its arena's nonce as it published it: only ranks can know that
+HELLO = struct.Struct("<Q16s")  # a rank, and its arena's nonce as it published it, which only ranks can know
 FIRST = struct.Struct("<Q")  # the rank that the first descriptor of a message belongs to
-DONE = b"done"  # from a rank: it has mapped them all; from rank 0: everybody has
+DONE = b"done"  # from a rank: it has mapped them all; from rank 0: all ranks have
 SORRY = b"sorry: "  # instead of anything else: why there will be no group
 REASON_BYTES = 1000
 MESSAGE_BYTES = len(SORRY) + REASON_BYTES
 BACKLOG = 1024
 GREETING_SECONDS = 5.0  # for a connection to say which rank it is
-STRANGERS = 16  # connections that may keep us waiting for that at the same time
+STRANGERS = 16  # connections that may make us wait for that at the same time
 SHORTAGES = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit on open files (sysctl fs.file-max)",
@@ -195,7 +195,7 @@ def _listen() -> socket.socket:
 
 
 def _peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them."""
+    """Process and user at the other end, as the kernel reports them."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
@@ -218,11 +218,11 @@ class Deadline:
 
     @classmethod
     def of(cls, exchange: Exchange, seconds: float) -> Deadline:
-        """For those who take part in ``exchange``."""
+        """For ranks that take part in ``exchange``."""
         return cls(seconds, getattr(exchange, "check", None))
 
     def look(self, poll: select.poll) -> list[tuple[int, int]]:
-        """What is ready, after a moment at the latest; TimeoutError when the time is over."""
+        """What is ready, after a moment at the latest. Raises TimeoutError when the time is over."""
         if (left := self._end - time.monotonic()) <= 0:
             raise TimeoutError
         if not (ready := poll.poll(min(left, SLICE) * 1e3)) and self._check is not None:
@@ -230,18 +230,18 @@ class Deadline:
         return ready
 
     def await_readable(self, sock: socket.socket) -> None:
-        """Until there is something to read; TimeoutError when the time is over."""
+        """Wait until there is something to read. Raises TimeoutError when the time is over."""
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         while not self.look(poll):
             pass
 
     def pause(self) -> None:
-        """Before something is tried once more; TimeoutError when the time is over."""
+        """Wait before another try. Raises TimeoutError when the time is over."""
         self.look(select.poll())
 
     def get(self, answers: queue.SimpleQueue[Any]) -> Any:
-        """What a thread puts there; raises queue.Empty when the time is over."""
+        """The next item that a thread puts there. Raises queue.Empty when the time is over."""
         while (left := self._end - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 return answers.get(timeout=left if self._check is None else min(left, SLICE))
@@ -250,7 +250,7 @@ class Deadline:
         raise queue.Empty
 
     def await_reason(self) -> None:
-        """Somebody hung up on us. If it had a reason, ``check`` is about to know it, and raises it."""
+        """A peer hung up. If it had a reason, ``check`` will soon know it and raise it."""
         if self._check is not None:
             for _ in range(REASON_LOOKS):
                 self._check()
@@ -282,7 +282,8 @@ def _shortage(rank: int, error: OSError) -> errors.ResourceError:
 
 
 def _check_received(flags: int) -> None:
-    """The kernel drops descriptors for which a process has no room, and only says that there were more."""
+    """Check for lost descriptors: the kernel drops those for which a process has no room, and only says that there were
+    more."""
     if flags & socket.MSG_CTRUNC:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -296,8 +297,8 @@ class _Missing(OSError):
 class _DescriptorServer:
     """Rank 0's end: takes a descriptor from each rank and gives everybody all of them.
 
-    The socket's name is public. Connections of other users are closed at once. One of our own user has to name a rank
-    and its nonce, and nobody waits for those that do not."""
+    The socket's name is public. It closes connections of other users at once. A connection of our own user must name a
+    rank and its nonce; no rank waits for those that do not."""
 
     def __init__(self, listener: socket.socket, infos: Sequence[dict[str, Any]], arena: Arena):
         self._listener, self._infos = listener, infos
@@ -342,7 +343,7 @@ class _DescriptorServer:
             except (OSError, EOFError):
                 raise _Missing([rank]) from None
         for sock in self._ranks.values():
-            with contextlib.suppress(OSError):  # it died since; the group's first operation says so
+            with contextlib.suppress(OSError):  # it has died since; the group's first operation says so
                 sock.send(DONE)
         return peers
 
@@ -360,7 +361,7 @@ class _DescriptorServer:
         self._poll.register(sock, select.POLLIN)
 
     def _greet(self, sock: socket.socket) -> None:
-        """Take a rank's descriptor, if it is a rank's."""
+        """Take a descriptor, if it is a rank's."""
         self._poll.unregister(sock)
         try:
             data, fds, flags, _ = socket.recv_fds(sock, HELLO.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -375,12 +376,12 @@ class _DescriptorServer:
         for fd in fds:
             os.close(fd)
         if is_rank and flags & socket.MSG_CTRUNC:
-            self._ranks[rank] = sock  # it is told why
+            self._ranks[rank] = sock  # tell it why
             _check_received(flags)
         self._drop(sock, f"process {_peer_of(sock)[0]} of our own user")
 
     def _drop_late(self) -> None:
-        """Those that have been silent for too long; the oldest ones when there are too many."""
+        """Drop connections that have been silent for too long, and the oldest ones if there are too many."""
         now, late = time.monotonic(), len(self._silent) - STRANGERS - len(self._infos)
         for position, (fd, (sock, until)) in enumerate(list(self._silent.items())):
             if position < late or now > until:
@@ -457,14 +458,14 @@ def _check_not_sorry(data: bytes) -> None:
 
 
 def _apologize(sock: socket.socket, error: BaseException | None) -> None:
-    """Tell of what only this process can know. Who is dead, or late, the others find out for themselves."""
+    """Tell the others what only this process can know. They notice dead and late ranks themselves."""
     if isinstance(error, errors.ResourceError):
         with contextlib.suppress(OSError):
             sock.send(SORRY + str(error).encode(errors="replace")[:REASON_BYTES])
 
 
 def _connected(name: bytes, deadline: Deadline) -> socket.socket:
-    """A connection to rank 0. While others fill its queue the kernel does not let us wait, so we try again."""
+    """A connection to rank 0. While others fill its queue, the kernel does not let us wait, so we try again."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(deadline.seconds)
@@ -491,7 +492,7 @@ def _map_unknown(infos: Sequence[dict[str, Any]], descriptors: dict[int, int]) -
 
 
 def _open_named(infos: Sequence[dict[str, Any]], unknown: Sequence[int]) -> list[Peer]:
-    """The memory of those ranks of ``unknown`` whose files are to be found here."""
+    """The memory of those ranks of ``unknown`` whose files exist here."""
     peers = []
     for r in unknown:
         path = infos[r]["path"]

@@ -1,8 +1,8 @@
 """The shared heap: a part of the process's arena out of which ordinary tensors are allocated.
 
-Peers map an arena as a whole, so a tensor that lies there takes part in collectives without copies, though the
-program has only called ``torch.empty``. The allocator is the core's (``_core/memory/heap.h`` says what it guarantees);
-this file decides whether there is one and where it lies. ``torch_patches/cpu_allocator.py`` gives it torch's tensors.
+Peers map a whole arena, so collectives use a tensor there without copies, although the program only called
+``torch.empty``. The core has the allocator (``_core/memory/heap.h`` says what it guarantees); this file decides whether
+there is one, and where. ``torch_patches/cpu_allocator.py`` gives it torch's tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _OFF = ("", "0", "off", "no", "false")
 _ON = ("1", "on", "yes", "true")
 
-_reason = f"{VARIABLE} is not set"  # why tensors are ordinary; "": they are not
+_reason = f"{VARIABLE} is not set"  # why tensors are ordinary; "": they come from the heap
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ def _least_bytes(text: str) -> int | None:
 
 
 def least_bytes() -> int | None:
-    """How large a tensor has to be to come out of the heap; None: no heap is wanted."""
+    """The size from which on tensors come from the heap; None: no heap is wanted."""
     return _least_bytes(os.environ.get(VARIABLE, ""))
 
 
 def _unsuitable() -> str:
-    """Why memory of a memfd cannot stand for ordinary memory on this system; empty if it can."""
+    """Why memory of a memfd cannot replace ordinary memory on this system; empty if it can."""
     if os.environ.get("SYMCOMM_SHARE", "fd") == "named":
         return "arenas are files (SYMCOMM_SHARE=named), whose file system may become full while a tensor is written"
     try:
@@ -92,7 +92,7 @@ def _unsuitable() -> str:
 
 
 def room() -> int:
-    """How much of an arena the heap is to have: 0 where none is wanted or possible."""
+    """How much of an arena the heap gets; 0 if none is wanted or possible."""
     if least_bytes() is None:
         return 0
     if why := _unsuitable():
@@ -102,7 +102,7 @@ def room() -> int:
 
 
 def open_heap(base: int, nbytes: int, fd: int, offset: int) -> None:
-    """Over a part of this process's arena, which is never unmapped."""
+    """Open the heap in a part of this process's arena, which is never unmapped."""
     global _reason
     try:
         native.open_heap(base, nbytes, fd, offset)
@@ -117,7 +117,7 @@ def serve_from(nbytes: int) -> None:
 
 
 def say_ordinary(why: str) -> None:
-    """The heap was asked for and cannot be had: the program runs on, and is told why."""
+    """Warn that the heap is not available, and why; the program runs on without it."""
     global _reason
     _reason = why
     warnings.warn(f"{VARIABLE}: tensors are ordinary memory, since {why}.", stacklevel=3)
