@@ -8,8 +8,10 @@ flag_words.py  flags in host memory that GPUs write and wait for
 watchdog.py    a thread that ends GPU waits when a rank has died, or a deadline passed
 failure.py     the failures it found, described
 departure.py   when ranks no longer use each other's memory
-group.py       CudaGroup: how ranks synchronize, on the host and on the GPU
-calls.py       its collectives
+group.py       CudaGroup: how its ranks meet, and the parts that it owns
+executor.py    runs its requests: hosts synchronize, then streams
+recipes.py     what each request needs, and what goes into the stream
+staging.py     memory in which operations stage tensors
 stream_collectives.py what those enqueue on a stream; single_kernel.py, via_host.py: faster ways for small tensors
 p2p.py         point-to-point messages
 work.py        operations that run while the caller goes on

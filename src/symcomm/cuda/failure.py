@@ -21,7 +21,8 @@ from symcomm import errors
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.watchdog import POLL_S, Outstanding, Watchdog
 from symcomm.errors import format_ranks, format_seconds
-from symcomm.group.failure import Status, how_it_ended
+from symcomm.group import failure_words as words
+from symcomm.group.failure import Status, how_rank_ended
 from symcomm.group.process_group import ProcessGroup
 
 Result = TypeVar("Result")
@@ -76,10 +77,7 @@ class CudaFailures:
         if self.error is None and (self._verdict is not None or self._describe is not None or self._is_over()):
             self.watchdog.wake()
             if not self._settled.wait(VERDICT_S):  # whatever the reason, it is no success
-                return errors.GroupUnusableError(
-                    f"work on cuda:{self.device} on rank {self._rank}: the group has failed; what was under way holds "
-                    "no result. Destroy the group, or call group.shrink() to go on."
-                )
+                return words.no_result(f"work on cuda:{self.device} on rank {self._rank}: the group has failed")
         if self.error is not None:
             self.handle.let_go()
         return self.error
@@ -211,10 +209,7 @@ class CudaFailures:
                 "; what was under way holds no result. Look at what that rank does, or give a longer timeout.",
                 [culprit],
             )
-        return errors.GroupUnusableError(
-            f"{what} ended on rank {core.rank}, since the group failed on rank {origin}; what was under way holds "
-            "no result. Destroy the group, or call group.shrink() to go on."
-        )
+        return words.no_result(f"{what} ended on rank {core.rank}, since the group failed on rank {origin}")
 
     def _stop(self) -> None:
         """Before any wait is released: no kernel waits, or writes to peers, from now on, on any rank."""
@@ -271,26 +266,16 @@ class CudaFailures:
         return self._without(core, f"{what} failed {where}", ranks, " while the GPU waited for it")
 
     def _without(self, core: ProcessGroup, what: str, ranks: list[int], when: str) -> errors.SymcommError:
-        left = {r["rank"] for r in self.handle.report()["ranks"] if r["gone"] == Status.LEFT}
-        pids = {r: core.peers[r].pid for r in ranks}
-        who = "; ".join(
-            f"rank {r} (pid {pid}) {'left the group' if r in left else how_it_ended(pid)}" for r, pid in pids.items()
-        )
-        survivors = format_ranks(r for r in range(core.size) if r not in ranks)
-        return errors.RankFailedError(
-            f"{what}: {who}{when}; the tensors of this operation hold no result. "
-            f"Survivors: {survivors}. Call group.shrink() to go on without it.",
-            ranks,
-        )
+        report = self.handle.report()["ranks"]
+        left = {r["rank"] for r in report if r["gone"] == Status.LEFT}
+        ended = [how_rank_ended(r, core.peers[r].pid, Status.LEFT if r in left else Status.DEAD) for r in ranks]
+        story = f"{what}: {'; '.join(ended)}{when}; the tensors of this operation hold no result"
+        return words.ranks_gone(story, ranks, range(core.size))
 
     def _late(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
         what, where = self._what(core, item)
-        return errors.DeadlineError(
-            f"{what} timed out {where}: the GPU work of rank {format_ranks(ranks)} did not come so far. Look at "
-            "what those ranks run on their GPU, or give a longer timeout to the call. "
-            "Call group.shrink() to go on without them.",
-            ranks,
-        )
+        story = f"{what} timed out {where}: the GPU work of rank {format_ranks(ranks)} did not come so far"
+        return words.too_late(story, "those ranks run on their GPU", ranks)
 
 
 def explain_cuda_errors(method: Callable[..., Result]) -> Callable[..., Result]:

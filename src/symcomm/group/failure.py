@@ -19,7 +19,8 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import ON_DEVICE, sizes_in
-from symcomm.errors import format_exit, format_ranks, format_seconds
+from symcomm.errors import format_exit, format_ranks
+from symcomm.group import failure_words as words
 from symcomm.types import DType, RedOpType
 
 RECORD_WAIT = 0.08  # the others are woken at once; 80 ms stays within the 100 ms that we promise
@@ -92,9 +93,9 @@ def describe_call(signature: int, count: int, name: str = "custom") -> str:
         collective = Collective(signature & 0xFF)
     except ValueError:
         return f"operation {signature & 0xFF}"
-    words = call_words(collective, signature >> 8 & 0xFF, signature >> 16 & 0xFF, signature >> 24, sizes_in(count))
-    words = name + words.removeprefix("custom") if collective is Collective.CUSTOM else words
-    return words + (" on a GPU" if count & ON_DEVICE else "")
+    text = call_words(collective, signature >> 8 & 0xFF, signature >> 16 & 0xFF, signature >> 24, sizes_in(count))
+    text = name + text.removeprefix("custom") if collective is Collective.CUSTOM else text
+    return text + (" on a GPU" if count & ON_DEVICE else "")
 
 
 def call_words(collective: Collective, dtype: int, redop: int, root: int, sizes: str) -> str:
@@ -140,47 +141,9 @@ def dumps_core(pid: int) -> bool:
     return False
 
 
-def rank_failed(group: Any, what: str, seconds: float, story: str, gone: Sequence[int]) -> errors.RankFailedError:
-    """Ranks are gone, as ``story`` tells."""
-    left = [r for r in range(group.size) if r not in gone]
-    return errors.RankFailedError(
-        f"{what} failed on rank {group.rank} after {format_seconds(seconds)}: {story}. "
-        f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
-        gone,
-    )
-
-
-def timed_out(
-    group: Any, what: str, seconds: float, origin: int, story: str, missing: Sequence[int]
-) -> errors.DeadlineError:
-    """The deadline of rank ``origin`` has passed."""
-    who = "" if origin == group.rank else f" (rank {origin}'s deadline)"
-    return errors.DeadlineError(
-        f"{what} timed out on rank {group.rank} after {format_seconds(seconds)}{who}: {story}. "
-        "Look at what the missing ranks do, or give a longer timeout to the call. "
-        "Call group.shrink() to go on without them.",
-        missing,
-    )
-
-
-def list_calls(sides: dict[str, list[int]]) -> str:
-    """Which ranks made which call."""
-    return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {side}" for side, ranks in sides.items()
-    )
-
-
-def mismatched(what: str, listed: str) -> errors.CollectiveMismatchError:
-    return errors.CollectiveMismatchError(
-        f"{what}: the ranks did not make the same call: {listed}. Make every rank call the same collectives, "
-        "with the same dtype, sizes, operation and root, in the same order."
-    )
-
-
-def aborted(what: str, origin: int) -> errors.GroupUnusableError:
-    return errors.GroupUnusableError(
-        f"{what} was aborted by rank {origin}; destroy the group, or call group.shrink() to go on."
-    )
+def how_rank_ended(rank: int, pid: int, status: int) -> str:
+    """``rank 1 (pid 4711) died with SIGKILL``. ``status``: as the core has it."""
+    return f"rank {rank} (pid {pid}) {how_it_ended(pid) if status == Status.DEAD else 'left the group'}"
 
 
 def explain(group: Any, status: int, call: str, at: Site, seconds: float | None) -> errors.SymcommError:
@@ -216,7 +179,7 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
             "part of it is not mapped any more, or a part of the output is not writable."
         )
     if status in (Status.ABORTED, Status.INTERRUPTED):
-        return aborted(what, report["origin"])
+        return words.aborted(what, report["origin"])
     return errors.InternalError(f"{what}: the plan does not fit the group. This is a bug of ours: please report it.")
 
 
@@ -224,12 +187,8 @@ def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) 
     """The exception for a failed wait for one rank's signal. The group stays usable."""
     text, pid = f"{what} on group {group.name!r}", group.peers[peer].pid
     if status in (Status.DEAD, Status.LEFT):
-        how = how_it_ended(pid) if status == Status.DEAD else "left the group"
-        return errors.RankFailedError(
-            f"{text} failed on rank {group.rank}: rank {peer} (pid {pid}) {how}. "
-            "Call group.shrink() to go on without it.",
-            [peer],
-        )
+        how = how_rank_ended(peer, pid, status)
+        return words.ranks_gone(f"{text} failed on rank {group.rank}: {how}", [peer], None)
     if status == Status.TIMEOUT:
         lives = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
         return errors.deadline(text, seconds, missing=[peer], fix=lives)
@@ -244,16 +203,9 @@ def check_living(group: Any, ranks: Collection[int], what: str) -> None:
     gone = {r["rank"]: r["gone"] for r in report if r["gone"] and r["rank"] in ranks and r["rank"] != group.rank}
     if not gone:
         return
-    parts = []
-    for rank, status in gone.items():
-        pid = group.peers[rank].pid
-        parts.append(f"rank {rank} (pid {pid}) {how_it_ended(pid) if status == Status.DEAD else 'left the group'}")
+    how = "; ".join(how_rank_ended(rank, group.peers[rank].pid, status) for rank, status in gone.items())
     left = [r["rank"] for r in report if not r["gone"]]
-    raise errors.RankFailedError(
-        f"{what} failed on rank {group.rank} of group {group.name!r}: {'; '.join(parts)}. "
-        f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
-        list(gone),
-    )
+    raise words.ranks_gone(f"{what} failed on rank {group.rank} of group {group.name!r}: {how}", list(gone), left)
 
 
 def _publish(group: Any, call: str, site: str, seq: int) -> None:
@@ -287,7 +239,7 @@ def _mismatch(group: Any, what: str, report: dict[str, Any], text: str, site: st
         else:
             side = "nothing yet"
         sides.setdefault(side, []).append(rank)
-    return mismatched(what, list_calls(sides))
+    return words.mismatched(what, words.list_calls(sides))
 
 
 def _last_seen(seen: dict[str, Any], seq: int) -> str:
@@ -315,7 +267,7 @@ def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) ->
         seen = report["ranks"][rank]
         how = "left the group" if seen["gone"] == Status.LEFT else how_it_ended(pid)
         parts.append(f"rank {rank} (pid {pid}) {how} {_last_seen(seen, report['seq'])}")
-    return rank_failed(group, what, seconds, "; ".join(parts), gone)
+    return words.rank_failed(what, group.rank, group.size, seconds, "; ".join(parts), gone)
 
 
 def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) -> errors.SymcommError:
@@ -332,4 +284,4 @@ def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) ->
     else:
         missing = [report["culprit"]]
         story = f"all arrived, but rank {report['culprit']} does not go on (stopped, or starved of a core?)"
-    return timed_out(group, what, seconds, report["origin"], story, missing)
+    return words.timed_out(what, group.rank, seconds, report["origin"], story, missing)

@@ -2,11 +2,12 @@
 
 topology.py     which ranks share a host, and which ranks of different hosts talk to each other
 group.py        HierarchicalGroup: how it is built, ends, splits and shrinks
-calls.py        its collectives: check the tensors, then run one of
+executor.py     runs its requests, one operation after another; each is one of
 eager.py        small tensors: data travels with the arrival messages of the hosts' leaders
 pipelined.py    large tensors: symmetric memory on each host, the engine between hosts, in chunks
 operation.py    one collective in progress: its deadline, synchronization and steps
-intra_host.py   the group of one host's ranks within it
+intra_host.py   the ranks of one host within it
+presence.py     which ranks are still there
 p2p.py          point-to-point calls; matcher.py: messages between hosts; message_works.py: what callers hold of them
 standoff.py     waits for messages: what those do that a rank waits for
 work.py         asynchronous operations

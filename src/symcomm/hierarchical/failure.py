@@ -17,7 +17,8 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.errors import format_ranks
-from symcomm.group.failure import Status, aborted, how_it_ended, list_calls, mismatched, rank_failed, timed_out
+from symcomm.group.failure import Status, how_it_ended
+from symcomm.group.failure_words import aborted, list_calls, mismatched, rank_failed, timed_out
 from symcomm.group.state import GroupState
 from symcomm.hierarchical.engines.base import Transfer
 from symcomm.hierarchical.session import ProtocolViolation
@@ -237,9 +238,9 @@ class Failures:
         verdict: Any = self.verdict
         group, story, ranks = self._group, verdict["story"], verdict["ranks"]
         if verdict["fault"] == "gone":
-            return rank_failed(group, what, seconds, story, ranks)
+            return rank_failed(what, group.rank, group.size, seconds, story, ranks)
         if verdict["fault"] == "late":
-            return timed_out(group, what, seconds, verdict["origin"], story, ranks)
+            return timed_out(what, group.rank, seconds, verdict["origin"], story, ranks)
         return mismatched(what, story) if verdict["fault"] == "mismatch" else aborted(what, verdict["origin"])
 
 
