@@ -64,13 +64,10 @@ class GroupCalls:
     size: int
     name: str
     state: GroupState
+    executor: Executor
     views: Views = HOST_VIEWS
     # (call, root or op, input, output) -> 0, a failure, or -1: the core knows no such call
     _run_cached: Callable[..., int] = native.run_uncached
-
-    @property
-    @abstractmethod
-    def executor(self) -> Executor: ...
 
     @property
     @abstractmethod
