@@ -1,4 +1,4 @@
-"""Arrays that show themselves as torch's tensors do take the short ways, too, where torch, and so autograd, is not."""
+"""Arrays that show themselves as torch's tensors do take the fast paths, too, where torch, and so autograd, is not."""
 
 from __future__ import annotations
 

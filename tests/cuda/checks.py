@@ -117,7 +117,7 @@ def symmetric_parts(gpu: Any, core: Any) -> None:
 
 @check
 def the_same_kind_again(gpu: Any, core: Any) -> None:
-    """The short way of calls seen before, at addresses that are multiples of anything and that are not."""
+    """The fast path of calls seen before, at addresses that are multiples of anything and that are not."""
     for n, begin in itertools.product((1, 5, 1000, 4099, 500_000, 1_000_000, 5_000_003), (0, 1)):
         wholes = [torch.zeros(n + 1, device="cuda") for _ in range(3)]
         mine = random_tensor(core, n, torch.float32)

@@ -102,7 +102,7 @@ def _ways(g: ProcessGroup, name: str, new: New, is_short: bool) -> None:
     before = g.call_stats()["collectives"]["short"] if not g.spans_hosts else 0
     check(case := cases(g, new)[name], case.call, f"{name}, again")
     if is_short and name in CACHED and not g.spans_hosts:
-        assert g.call_stats()["collectives"]["short"] == before + 1, f"{name} has left the short way"
+        assert g.call_stats()["collectives"]["short"] == before + 1, f"{name} has left the fast path"
     check(case := cases(g, new)[name], lambda: case.call(timeout=9.0), f"{name}, long")
     check(case := cases(g, new)[name], lambda: case.call(async_op=True).wait(), f"{name}, asynchronous")
     check(case := cases(g, new, 5000)[name], lambda: case.call(async_op=True).wait(), f"{name}, large")

@@ -297,7 +297,7 @@ def count_while_waiting(group):
         "message": lambda: group.recv(t, 1) if group.rank == 0 else group.send(t, 0),
     }
     for call in calls.values():
-        call()  # also makes the short way known
+        call()  # also makes the fast path known
     thread.start()
     for name, call in calls.items():
         if group.rank == 1:

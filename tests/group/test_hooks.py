@@ -1,4 +1,4 @@
-"""Hooks see every call of a group, as torch 2.15 has it; without them the short way is taken."""
+"""Hooks see every call of a group, as torch 2.15 has it; without them the fast path is taken."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ def _emptied(g: ProcessGroup, call: str, make: Callable, n: int, words: Words) -
         else:
             g.scatter(out, listed, 0)
 
-    run()  # the second call takes the core's short way
+    run()  # the second call takes the core's fast path
     g.barrier()
     out.fill_(0.0)
     if g.rank == 1:

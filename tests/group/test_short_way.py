@@ -190,7 +190,7 @@ def _without_layout(g: ProcessGroup) -> None:
 
 
 def test_where_torchs_memory_cannot_be_read_it_is_asked(monkeypatch: pytest.MonkeyPatch):
-    """The short way is kept: it only costs two questions more."""
+    """The fast path is kept: it only costs two questions more."""
     api, kinds = torch.Tensor.__dlpack_c_exchange_api__, (torch.Tensor, torch.nn.Parameter)
     layout = torch_layout.tensor_layout(torch)
     monkeypatch.setattr(torch_layout, "MEMORY", "/proc/self/no-such-file")

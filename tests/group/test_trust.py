@@ -55,7 +55,7 @@ def _give_up_on(g: ProcessGroup, make: tuple, n: int, cases: list, gate: Gate, w
         assert team is not None
         case = build(team, make[g.rank], n)
         case.fill()
-        case.run()  # the second call of a kind takes the core's short way
+        case.run()  # the second call of a kind takes the core's fast path
         who = f"{build.__name__}, rank {g.rank}"
         bad += [f"{who}: {case.wrong()} wrong without a fault"] if case.wrong() else []
         case.fill()

@@ -1,4 +1,4 @@
-"""An array that shows itself through the DLPack exchange interface, as torch's tensors do: with it the short ways of
+"""An array that shows itself through the DLPack exchange interface, as torch's tensors do: with it the fast paths of
 the C core can be run where torch is not at hand (under sanitizers)."""
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Builds the extension with each of them in a temporary copy of the sources, then 
 has the sanitizer's library preloaded. Ranks are threads: their shared memory is one address space then, so that
 ThreadSanitizer sees the very synchronisation that processes rely on; a few run as processes too, which take other ways
 through the core. Arrays are NumPy's, since torch is far too slow and noisy under a sanitizer; some are dressed up to
-take torch's short ways. Any report fails the run. ``python -m tests.tools.sanitize thread leaving`` runs one part.
+take torch's fast paths. Any report fails the run. ``python -m tests.tools.sanitize thread leaving`` runs one part.
 """
 
 from __future__ import annotations

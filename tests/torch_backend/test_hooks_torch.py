@@ -108,11 +108,11 @@ def test_hooks_are_told_what_gloos_are(tmp_path: Any):
             assert ours[rank][what] == said, what
 
 
-# --- the short way ----------------------------------------------------------------------------------------------------
+# --- the fast path ----------------------------------------------------------------------------------------------------
 
 
 class Counted:
-    """How many calls took the short way and found it."""
+    """How many calls took the fast path and found it."""
 
     def __init__(self, group_type: Any):
         self._run = group_type.run_cached_options

@@ -61,7 +61,7 @@ def every_call_tells_autograd(rank: int, path: str) -> None:
                 check_case(case := _calls(rank, make)[name], case.call, f"{name}, again")
                 if name in CACHED and make(3).is_contiguous():
                     after = group.call_stats()["collectives"]["short"]
-                    assert after == before + 1, f"{name} has left the short way"
+                    assert after == before + 1, f"{name} has left the fast path"
                 for n in (3, 5000):
                     case = _calls(rank, make, n)[name]
                     check_case(case, lambda c=case: c.call(async_op=True).wait(), f"{name}, asynchronous, {n}")

@@ -106,7 +106,7 @@ def _waited(op: Operation, one: RankTrace | None) -> float:
 
 def _ways(trace: Trace) -> str:
     rows = [[w.group, str(w.short), str(w.long), str(w.inline), str(w.queued)] for w in count_ways(trace)]
-    header = ["group", "short way", "through Python", "caller's thread", "group's thread"]
+    header = ["group", "fast path", "through Python", "caller's thread", "group's thread"]
     return "How the recorded calls were made:\n" + columns(header, rows) if rows else ""
 
 
