@@ -1,6 +1,6 @@
 """Elastic nodes (``--nnodes MIN:MAX``): which launchers are alive, and which node each starts.
 
-They rendezvous in the store at the endpoint. The launcher that serves it is the *first*: it alone decides, and when it
+They rendezvous in the store at the endpoint. The launcher that serves it is the *first*: only it decides, and when it
 is gone the job is over. Below ``nodes/`` the store has::
 
     count     how many launchers have joined; each takes the next number as its own
@@ -29,7 +29,7 @@ from symcomm.launcher.output import Output
 from symcomm.launcher.reaper import Reaper
 
 GONE_S = 10.0  # seconds without a heartbeat after which a launcher is gone
-JOIN_S = 600.0  # to wait for MIN nodes, as torchrun does
+JOIN_S = 600.0  # seconds to wait for MIN nodes, as under torchrun
 DONE = "done"
 OVER = "the job is over"
 STORE_GONE = "the launcher that keeps the store is gone"
@@ -59,7 +59,7 @@ class ElasticNodes:
         self._assignments: dict[int, int] = {}
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._failures = 0
-        self._waiting: dict[int, int] = {}  # each launcher's beat when all began to say that none is in a group
+        self._waiting: dict[int, int] = {}  # each launcher's beat when all began to report that none is in a group
         self._has_lost_nodes = False  # in this round
         self.beat()
 
@@ -75,7 +75,7 @@ class ElasticNodes:
         return self.look(words)
 
     def look(self, words: str = "") -> str:
-        """Polled: why the ranks of this node have to end now, or ""."""
+        """Polled: why the ranks of this node must end now, or ""."""
         if time.monotonic() < self._looked + LOOK_S:
             return ""
         try:
@@ -122,7 +122,7 @@ class ElasticNodes:
         self.store.set(f"nodes/again/{self.round}", why)
 
     def leave(self, why: str) -> None:
-        with contextlib.suppress(PeerError, DeadlineError):  # then nobody is left to tell
+        with contextlib.suppress(PeerError, DeadlineError):  # then no launcher is left to tell
             self.store.set(f"nodes/left/{self.number}", why)
 
     def linger(self, stop: StopRequest) -> None:
@@ -134,7 +134,7 @@ class ElasticNodes:
             time.sleep(LOOK_S)
         if not self._told("end"):
             self.store.set("nodes/end", OVER)
-        time.sleep(2 * LOOK_S)  # so that those that wait for a seat can read it
+        time.sleep(2 * LOOK_S)  # so that launchers that wait for a seat can read it
 
     def _told(self, key: str) -> str:
         key = f"nodes/{key}"
@@ -158,7 +158,7 @@ class ElasticNodes:
     def _decide(self) -> None:
         alive = self._alive()
         if any(self._told(f"left/{number}") == DONE for number in self._assignments):
-            return  # the others will soon be done too
+            return  # the others will soon be done, too
         if not self._assignments:
             if len(alive) >= self.least:
                 self._assign(0, alive)
@@ -191,8 +191,8 @@ class ElasticNodes:
             self.store.set(f"nodes/late/{self.round}/{number}", str(place))
 
     def _is_deserted(self, playing: set[int]) -> bool:
-        """Whether no rank of any node is in a group, though some were lost: who lives waits for those in vain. Every
-        launcher looks again after all of them have said so: until then a newcomer may have been let in elsewhere."""
+        """Whether no rank of any node is in a group, although some were lost: the living wait for those in vain. Every
+        launcher checks again after all have reported that: until then, members elsewhere may have let a newcomer in."""
         beats, lost = {}, self._has_lost_nodes
         for number in playing:
             count, *words = self._told(f"beat/{number}").split()
@@ -223,7 +223,7 @@ class ElasticNodes:
 
 
 def _meet(host: str, port: int, token: str, optional: bool) -> tuple[Any, bool]:
-    """The store at the endpoint, and whether it is ours: the first that can listen there serves it."""
+    """The store at the endpoint, and whether it is ours. The first launcher that can listen there serves it."""
     from symcomm.store.tcp import TCPStore
 
     if _is_here(host):
@@ -236,7 +236,7 @@ def _meet(host: str, port: int, token: str, optional: bool) -> tuple[Any, bool]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a name is one of this machine's."""
+    """Whether a name belongs to this machine."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:

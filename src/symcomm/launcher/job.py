@@ -23,13 +23,13 @@ from symcomm.errors import BadArgumentError, ResourceError, bad_argument
 from symcomm.launcher.reaper import MARK
 from symcomm.store.launchers import identify_node, surroundings
 
-JOIN = "SYMCOMM_JOIN"  # as in group/default.py, which is not loaded here: a rank joins those of that attempt
+JOIN = "SYMCOMM_JOIN"  # as in group/default.py, which is not loaded here: a rank joins the ranks of that attempt
 
 CALL = "symcomm run"
 RESTARTS = ("all", "failed")
 LOCAL_ADDRESS = "127.0.0.1"
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the launcher keeps the store, so it outlives any rank
-# A torchrun around us would have set these for its own ranks; ours host their store themselves.
+# An outer torchrun would have set these for its own ranks; ours host their store themselves.
 NOT_INHERITED = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", *AGENT_STORE, JOIN)
 
 
@@ -52,7 +52,7 @@ class Job:
     server: bool = False
     insecure: bool = False  # other users or hosts may reach the store
     bind_numa: bool = False  # bind each rank to the cores of one NUMA node
-    token: str = field(default_factory=secrets.token_urlsafe)  # the job's token, where none is given
+    token: str = field(default_factory=secrets.token_urlsafe)  # the job's token, if none is given
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -144,7 +144,7 @@ class Job:
     @property
     def admits_unauthenticated(self) -> bool:
         """Whether a store that the launcher serves accepts clients without the token. PyTorch's clients cannot prove
-        it, and programs that use them must run where the user set none."""
+        it, and programs that use them must run if the user set none."""
         return self.insecure or not self.given_token
 
     @property
@@ -156,7 +156,7 @@ class Job:
         self, local_rank: int, attempt: int, address: str, port: int, joins: int | None = None
     ) -> dict[str, str]:
         """The whole environment of one rank: ours, torchrun's variables, and what the user asked for. ``joins``: the
-        attempt whose ranks it is to join."""
+        attempt whose ranks it must join."""
         defaults = {
             "OMP_NUM_THREADS": str(max(1, cores() // self.ranks_here)),
             "PYTHONUNBUFFERED": "1",
@@ -183,9 +183,8 @@ class Job:
 def reserve_port(port: int = 0) -> socket.socket:
     """A socket that keeps a port for rank 0's store: a free one, or the given one. Hold it while the ranks run.
 
-    It is bound but never listens, with SO_REUSEADDR. Linux then lets rank 0 bind the same port (stores set
-    SO_REUSEADDR too) but hands it to nobody who asks for any free port, so there is no moment at which another
-    program could be given it.
+    It is bound but never listens, with SO_REUSEADDR. Linux then lets rank 0 bind the same port (stores set SO_REUSEADDR
+    too), but gives it to no program that asks for any free port. So at no moment could another program get it.
     """
     try:
         return _bound(socket.AF_INET6, port)
@@ -213,7 +212,7 @@ def _bound(family: int, port: int) -> socket.socket:
 
 
 def _is_loopback(endpoint: tuple[str, int] | None) -> bool:
-    """Whether only this machine can connect there. Of names, only ``localhost`` is known to be."""
+    """Whether only this machine can connect there. Of names, only ``localhost`` counts."""
     host = endpoint[0] if endpoint else ""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -242,9 +241,9 @@ class NodePlacement(NamedTuple):
 def find_placement(
     nnodes: str, node_rank: int | None, endpoint: tuple[str, int] | None, environ: Mapping[str, str] | None = None
 ) -> NodePlacement:
-    """``--nnodes``, ``--node-rank`` and ``--rdzv-endpoint``; what is not given, a scheduler may have left in the
-    environment. It is asked only when there are several nodes, or with ``--nnodes auto``: a batch script on the first
-    of many nodes may want to run something there alone.
+    """``--nnodes``, ``--node-rank`` and ``--rdzv-endpoint``; what is not given may be in a scheduler's variables. They
+    count only if there are several nodes, or with ``--nnodes auto``: a batch script on the first of many nodes may want
+    to run something on it alone.
     """
     if nnodes != "auto" and not re.fullmatch(r"-?\d{1,6}", nnodes):
         raise bad_argument(CALL, "--nnodes", nnodes, "a number of 1 or more, auto, or MIN:MAX")

@@ -1,7 +1,7 @@
 """Starts the ranks of a job on this node, watches them, and ends them all when one fails.
 
-One thread and one event loop: ranks' pipes and ranks' ends are both events. No rank is reaped before its attempt is
-over, so neither its pid nor its process group can be given to a stranger while we may still send signals to it.
+One thread runs one event loop: ranks' output and ranks' exits are both events. It reaps no rank before the attempt is
+over, so the kernel cannot give a rank's pid or process group to a stranger while we may still signal it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTLE_S = 0.3
 IDLE_S = 1.0  # the loop runs at least this often
 LOOK_S = 0.2  # and this often where other launchers take part
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # forwarded to process groups; the second one kills
-PASSING = (signal.SIGUSR1, signal.SIGUSR2)  # forwarded to the ranks only: their helpers would die of it
+PASSING = (signal.SIGUSR1, signal.SIGUSR2)  # forwarded to the ranks only: they would kill helpers
 PR_SET_PDEATHSIG = 1
 
 
@@ -86,7 +86,7 @@ class StopRequest:
             if self.attempt:
                 self.attempt.pass_on(signum)
         elif self.signum:
-            # a shell that exits sends SIGHUP in addition to the kernel's: that is not a second request
+            # a shell that exits sends SIGHUP in addition to the kernel's; that is not a second request
             if self.attempt and signum != signal.SIGHUP:
                 self.attempt.kill()
         else:
@@ -124,7 +124,7 @@ class Attempt:
         self._killing = False
         self._given_up = False
         self.restarts = number  # restarts so far: earlier attempts, and ranks replaced in this one
-        self._lost: list[Rank] = []  # failed, to be replaced at ...
+        self._lost: list[Rank] = []  # failed ranks, and when to replace them ...
         self._replace_at = 0.0
         self._look = look
         self._late = late
@@ -198,7 +198,7 @@ class Attempt:
                 break
             start_one(local_rank, self.number if self._late else None)
         self._started = True
-        if self._stop.signum:  # it came while we were starting
+        if self._stop.signum:  # a signal came while we were starting
             self.forward_stop(self._stop.signum)
 
     @staticmethod
@@ -244,7 +244,7 @@ class Attempt:
             self._look_around()
 
     def _look_around(self) -> None:
-        """Whether other launchers want the ranks to end, or the ranks wait in vain."""
+        """Checks whether other launchers want the ranks to end, or the ranks wait in vain."""
         if self._look and not self.cut_short and (why := self._look(self)):
             self.cut_short = why
             self._lost = []
@@ -258,12 +258,12 @@ class Attempt:
         return self.job.restart == "failed" and any(rank.returncode for rank in self.ranks)
 
     def none_is_member(self) -> bool:
-        """Whether there are ranks that live, and none of them is in a group yet."""
+        """Whether there are living ranks, and none of them is in a group yet."""
         live = self._live()
         return bool(live) and self._standings.none_is_member(live, self.ranks)
 
     def _is_deserted(self) -> bool:
-        """Whether all that live wait for some that are gone. Where there are other nodes, their launchers ask that
+        """Whether all living ranks wait for ranks that are gone. With other nodes, the launchers decide that
         together."""
         is_over = any(rank.returncode == 0 for rank in self.ranks)  # then newcomers are told so
         return self.has_lost and not (is_over or self._look or self._stop.signum) and self.none_is_member()
@@ -343,7 +343,7 @@ class Attempt:
 
     def _can_be_joined(self, lost: list[Rank]) -> bool:
         if self._look:
-            return True  # there may be others on other nodes; together the launchers find out
+            return True  # there may be ranks on other nodes; the launchers find out together
         others = [rank for rank in self.ranks if rank not in lost and not rank.replaced]
         return any(r.ended is None or r.returncode == 0 for r in others)
 
@@ -385,7 +385,7 @@ class Attempt:
             _quietly(os.killpg, rank.process.pid, signum)
 
     def _end_leftovers(self) -> None:
-        """Processes that ranks left behind get SIGTERM too, and the rest of the grace period."""
+        """Processes that ranks left behind also get SIGTERM, and the rest of the grace period."""
         left = find_processes(self._groups(), self.job.mark)
         kill_is_due = self._next_step and self._next_step[1] == self.kill
         end = self._next_step[0] if self._next_step and kill_is_due else time.monotonic() + self.job.grace
@@ -399,7 +399,7 @@ class Attempt:
             self._output.say([f"killed what ranks had left behind: {_names(left)}."], bad=False)
 
     def _drain(self) -> None:
-        """Shows what is still in the pipes, when no process is left to write to them."""
+        """Shows what is still in the pipes when no process is left to write to them."""
         for key in list(self._selector.get_map().values()):
             if not isinstance(key.fileobj, int):
                 self._empty(*key.data.args)
@@ -407,7 +407,7 @@ class Attempt:
     def _empty(self, rank: Rank, which: int, pipe: Any) -> None:
         while self._read(rank, which, pipe):
             pass
-        if not pipe.closed:  # a process that we cannot end, or that the rank left behind, holds the other end
+        if not pipe.closed:  # a process that we cannot end, or that the rank left behind, still holds the other end
             self._selector.unregister(pipe)
             pipe.close()
             self._output.finish(rank.number, which)
@@ -479,7 +479,8 @@ def _spawn(job: Job, env: dict[str, str], prepare: Callable[[], None]) -> subpro
 
 
 def _prepare(libc: Any, parent: int, cores: set[int] | None) -> None:
-    """Runs in the new rank before its program: binds it to its cores, and has it killed when the launcher dies."""
+    """Runs in the new rank before its program: binds it to its cores, and makes the kernel kill it when the launcher
+    dies."""
     if cores is not None:
         os.sched_setaffinity(0, cores)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

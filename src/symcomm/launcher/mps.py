@@ -1,4 +1,5 @@
-"""NVIDIA's Multi-Process Service for one job: with it, ranks that share a GPU use it at the same time, not in turns."""
+"""NVIDIA's Multi-Process Service for one job: with it, ranks that share a GPU use it at the same time instead of in
+turns."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ START_S, STOP_S = 20, 20
 
 @contextlib.contextmanager
 def multi_process_service() -> Iterator[dict[str, str]]:
-    """Starts the service in folders of its own, gives the variables by which ranks find it, and stops it at the end."""
+    """Starts the service in folders of its own, yields the variables by which ranks find it, and stops it at the
+    end."""
     if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        yield {}  # somebody else runs one already
+        yield {}  # another process already runs one
         return
     program = shutil.which(PROGRAM)
     if program is None:
@@ -58,6 +60,6 @@ def _start(program: str, environment: dict[str, str]) -> None:
 
 
 def _stop(program: str, environment: dict[str, str]) -> None:
-    """Stops the service with the job; one that does not answer exits after its last client."""
+    """Stops the service with the job. If it does not answer, it exits after its last client."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run([program], env=environment, input="quit\n", capture_output=True, text=True, timeout=STOP_S)

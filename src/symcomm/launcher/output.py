@@ -25,8 +25,8 @@ STDOUT, STDERR = 1, 2
 class LineStream:
     """Turns what a rank writes, in whatever pieces it arrives, into whole lines with a prefix.
 
-    Bytes go through as they are, valid UTF-8 or not. A line that redraws itself with a carriage return is shown as
-    its latest state: at most once a second while it changes, and once when it ends.
+    Bytes pass unchanged, valid UTF-8 or not. If a line redraws itself with a carriage return, only its latest state is
+    shown: at most once a second while it changes, and once when it ends.
     """
 
     def __init__(self, prefix: bytes):
@@ -42,7 +42,7 @@ class LineStream:
         shown = b"".join(map(self._line, lines))
         stripped = self._held.rstrip(b"\r")
         if (start := stripped.rfind(b"\r")) > 0:
-            self._held = self._held[start:]  # what came before it was overwritten
+            self._held = self._held[start:]  # what preceded it was overwritten
         if len(self._held) > MAX_LINE:
             shown, self._held = shown + self._line(self._held), b""
         return shown + self.tick(now)
@@ -98,7 +98,7 @@ class Output:
     def __init__(
         self, *, color: bool = False, prefix: bool = True, quiet: bool = False, out: int = STDOUT, err: int = STDERR
     ):
-        self.broken = False  # nobody reads our output any more
+        self.broken = False  # no one reads our output any more
         self.failure = ""  # the error, unless the reader is just gone
         self._color = color
         self._prefix = prefix

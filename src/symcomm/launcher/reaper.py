@@ -2,7 +2,7 @@
 
 A process belongs to a job when it is in the process group of one of its ranks, or when the environment it was started
 with carries the job's mark. The first finds children that cleaned their environment, the second those that moved to a
-session of their own; a process that did both is the only one that can escape.
+session of their own. Only a process that did both can escape.
 
 Run as a program, this file is the *reaper*: a tiny process beside the launcher that reads from its standard input
 which process groups to watch (``+17``) and to forget (``-17``), and kills what is left of the job when that input ends.
@@ -47,7 +47,7 @@ def _environment(pid: str) -> list[bytes]:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")
     except PermissionError:
-        return []  # somebody else's process
+        return []  # another user's process
 
 
 def signal_processes(pids: Collection[int], signum: int) -> None:
@@ -59,7 +59,7 @@ def signal_processes(pids: Collection[int], signum: int) -> None:
 
 
 def kill_processes(groups: Collection[int], mark: str) -> list[int]:
-    """SIGKILL until nothing is found; returns the pids that could not be ended before the deadline."""
+    """Sends SIGKILL until nothing is found; returns the pids that did not end before the deadline."""
     end = time.monotonic() + KILL_DEADLINE_S
     while pids := [pid for pid in find_processes(groups, mark) if pid != os.getpid()]:
         if time.monotonic() > end:
@@ -111,7 +111,7 @@ class Reaper:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # somebody killed the reaper; the ranks' parent-death signal is still in place
+            pass  # something killed the reaper; the ranks' parent-death signal is still in place
 
 
 def main() -> None:

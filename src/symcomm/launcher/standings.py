@@ -1,4 +1,4 @@
-"""Which ranks are in a group, as they have told in the store that the launcher keeps (store/standing.py)."""
+"""Which ranks are in a group, as they report it in the store that the launcher keeps (store/standing.py)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from symcomm.store.standing import MEMBER, standing_key
 
 
 class Numbered(Protocol):
-    """A rank's number, and how often ranks had been restarted when it was started."""
+    """A rank's number, and how many restarts there had been when it started."""
 
     number: int
     restarts: int
 
 
 class Standings:
-    """Of the ranks of one attempt; without a store nobody says anything."""
+    """What the ranks of one attempt report; without a store, nothing."""
 
     def __init__(self, store: Any, attempt: int):
         self._store, self._prefix = store, f"attempt_{attempt}/"  # as in store/bootstrap.py
         self._told = False  # anything, by any of them
 
     def none_is_member(self, living: Sequence[Numbered], ranks: Sequence[Numbered]) -> bool:
-        """Whether it is certain that none of ``living`` is in a group. A program that says nothing may meet elsewhere;
-        one of which any rank has said something says everything."""
+        """Whether it is certain that none of ``living`` is in a group. A program that reports nothing may meet
+        elsewhere; if any of its ranks has reported anything, the reports are complete."""
         try:
             if any(self._standing(rank) == MEMBER for rank in living):
                 return False

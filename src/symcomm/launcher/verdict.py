@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from symcomm.errors import SymcommError, format_exit, format_ranks, format_seconds
 
 TAIL_LINES = 10
-# What a death by signal that we did not send usually means.
+# What death by a signal that we did not send usually means.
 HINTS: dict[int, str] = {
     signal.SIGKILL: "somebody killed it: the kernel does so when memory runs out (see `dmesg`).",
     signal.SIGBUS: "memory behind a mapping was missing: /dev/shm may be full (see `df -h /dev/shm`).",
@@ -20,7 +20,7 @@ HINTS: dict[int, str] = {
     signal.SIGABRT: "native code gave up: run with `--env PYTHONFAULTHANDLER=1` to see where.",
 }
 
-# How a traceback of the error that blames another rank ends (torch puts a rank before it), and how it names that rank.
+# The last line of a traceback whose error blames another rank (torch puts a rank before it), and that rank in it.
 _BLAMES = re.compile(r"(\[rank\d+\]: )?(\w+\.)*RankFailedError: ")
 _BLAMED = re.compile(r"\brank (\d+) \(pid (\d+)\)")
 
@@ -50,12 +50,12 @@ def exit_code(end: RankEnd) -> int:
 def find_cause(
     first: RankEnd, ends: Sequence[RankEnd], tail_of: Callable[[int], Sequence[str]], one_node: bool
 ) -> RankEnd:
-    """The root cause. A rank that failed may still be exiting when a rank that missed it ends: so a rank that ended
-    with a RankFailedError gives way to the rank that it names, if that one failed by itself too."""
+    """The root cause. A failed rank may still be exiting when a rank that missed it ends. So if a rank ended with a
+    RankFailedError, the rank that it names is the cause, if that one also failed by itself."""
     failed = {end.pid: end for end in ends if end.failed_by_itself}
     cause, seen = first, {first.pid}
     while blamed := _find_blamed(tail_of(cause.rank), failed, one_node):
-        if blamed.pid in seen:  # they blame each other: the order in which they ended is all there is
+        if blamed.pid in seen:  # they blame each other: only the order in which they ended is left
             return first
         seen.add(blamed.pid)
         cause = blamed
@@ -68,7 +68,7 @@ def _find_blamed(tail: Sequence[str], failed: dict[int, RankEnd], one_node: bool
         return None
     for number, pid in _BLAMED.findall(last):
         end = failed.get(int(pid))
-        # Numbers are those of a group, which may be a part of the job; pids are those of a node.
+        # Numbers belong to a group, which may be a part of the job; pids belong to a node.
         if end and (one_node or end.rank == int(number)):
             return end
     return None
@@ -77,7 +77,7 @@ def _find_blamed(tail: Sequence[str], failed: dict[int, RankEnd], one_node: bool
 def failure_words(
     first: RankEnd, others: Sequence[RankEnd], tail: Sequence[str], grace: float, log: str = ""
 ) -> list[str]:
-    """The verdict: which rank failed first, how, its last lines, and what became of the others."""
+    """The verdict: which rank failed first and how, its last lines, and what became of the others."""
     assert first.returncode is not None
     how = f"{format_exit(first.returncode)} after {format_seconds(first.seconds)} (pid {first.pid})"
     lines = [f"rank {first.rank} failed{' first' if others else ''}: it {how}."]

@@ -1,4 +1,4 @@
-"""Observability: what ranks do and did. Nothing on the data path imports this.
+"""Observability: what ranks do and did. The data path imports nothing from here.
 
 recorder/           what ranks did: records of operations, stacks, dumps, and traces read back from them
 analysis/           what a trace means: which rank is at fault, which is slow, when things happened

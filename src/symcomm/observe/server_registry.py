@@ -2,7 +2,7 @@
 
 * In the job's store, under ``symcomm/server/RANK``: JSON with ``address``, ``rank``, ``world_size``, ``pid``, ``host``.
 * On this machine, as files ``JOB-rank-RANK.json`` in a directory that only this user can enter: ``$SYMCOMM_RUN_DIR``,
-  or ``$XDG_RUNTIME_DIR/symcomm``, or ``/tmp/symcomm-UID``. They hold the token too, for tools of the same user.
+  or ``$XDG_RUNTIME_DIR/symcomm``, or ``/tmp/symcomm-UID``. They hold the token, too, for tools of the same user.
   Sockets are there as well, ``JOB-rank-RANK.sock``.
 
 ``on_this_host()`` and ``of_job(store, world_size)`` read them.
@@ -35,7 +35,7 @@ def rank_from_environment() -> int | None:
 
 
 def job_name() -> str:
-    """A name that is shared by the ranks of a job and unique on this machine: its launcher's, or our own."""
+    """A name that the ranks of a job share, unique on this machine: its launcher's, or our own."""
     names = (os.environ.get(name, "") for name in ("SYMCOMM_LAUNCH_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
     parent = multiprocessing.parent_process()  # symcomm.spawn's, which is the same for all ranks
     name = next((name for name in names if name and name != "none"), f"pid{parent.pid if parent else os.getpid()}")

@@ -34,7 +34,7 @@ def last_operations(trace: Trace) -> list[tuple[str, int, Operation | None]]:
 
 @dataclass
 class PathCounts:
-    """How the recorded calls of a group were carried out, on all ranks together."""
+    """Which paths a group's recorded calls took, on all ranks together."""
 
     group: str
     short: int = 0  # the core did it all

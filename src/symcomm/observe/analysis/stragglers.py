@@ -10,7 +10,7 @@ from symcomm.observe.analysis.clocks import offsets
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.trace import Trace
 
-WINDOWS = 8  # parts of the recorded time, to tell a rank that is always late from one that was late once
+WINDOWS = 8  # parts of the recorded time, to distinguish a rank that is always late from one that was late once
 
 
 @dataclass
@@ -55,7 +55,7 @@ def stragglers(trace: Trace) -> list[Straggler]:
 
 
 def _meetings(trace: Trace) -> list[dict[int, Operation]]:
-    """Collectives that all ranks of the group have recorded and completed, by rank."""
+    """Collectives that all ranks of the group recorded and completed, by rank."""
     return [
         ops
         for group in Calls(trace).groups

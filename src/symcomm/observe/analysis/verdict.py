@@ -105,7 +105,7 @@ def _sites(operations: Iterable[Operation]) -> str:
 
 
 def _group(name: str) -> str:
-    """torch numbers its groups; a bare number would say nothing."""
+    """A group's name in words: torch numbers its groups, and a bare number says nothing."""
     return f"group {name}" if name.isdigit() else name
 
 
@@ -179,7 +179,7 @@ def _noticed_mismatch(calls: Calls) -> Verdict | None:
 
 
 def _mismatch(calls: Calls) -> Verdict | None:
-    """The first collective, by time, that ranks of a group did not make in the same way."""
+    """The first collective, by time, that ranks of a group called differently."""
     found = []
     for group in calls.groups:
         for seq, ranks in sorted(group.by_seq.items()):
@@ -199,7 +199,7 @@ def _mismatch(calls: Calls) -> Verdict | None:
 
 
 def _signature(op: Operation) -> tuple[Any, ...]:
-    """Whatever ``str(op)`` says of a call."""
+    """All that ``str(op)`` says of a call."""
     return (op.call,) if op.call == "barrier" else (op.call, op.dtype, op.count, op.op, op.root)
 
 
@@ -302,7 +302,7 @@ def _message(trace: Trace, calls: Calls, patience: float) -> Verdict | None:
 
 
 def _stuck(trace: Trace, calls: Calls, patience: float) -> Verdict | None:
-    """All ranks arrived, and yet it did not end."""
+    """All ranks arrived, but it did not end."""
     for group in calls.groups:
         seq = max(group.by_seq)
         ranks = group.by_seq[seq]

@@ -106,7 +106,7 @@ def ptrace_scope() -> Finding:
 
 
 def attach_sizes() -> list[Finding]:
-    """From which sizes on ranks read each other's ordinary tensors by system call."""
+    """The sizes from which on ranks read each other's ordinary tensors by system call."""
     found = []
     for where, sizes in calibration.load().items():
         told = [

@@ -1,4 +1,4 @@
-"""Names and ports: ranks meet at MASTER_ADDR, which often is the host's own name, and slow DNS makes that slow."""
+"""Names and ports: ranks meet at MASTER_ADDR, often the host's own name, and slow DNS delays that."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ TRIAL_DEADLINE = 20.0
 RANKS_DEADLINE = 90.0  # two imports of torch, and CUDA's start
 PARTING = 10.0  # seconds that the launcher has to end its ranks
 HEAP_ADVICE = "everything works without it; see docs/how-to/shared-heap.md"
-DRIFT_NS = 10_000_000  # ten milliseconds of a tenth of a second: no counter that works is that far off
+DRIFT_NS = 10_000_000  # ten milliseconds of a tenth of a second: no working counter is that far off
 
 
 def python() -> Finding:
@@ -74,7 +74,8 @@ def _meet(group: Any) -> list[int]:
 
 
 def torch() -> list[Finding]:
-    """Its version, and whether two ranks meet through it. It is not imported here: a broken one may crash or hang."""
+    """Its version, and whether two ranks meet through it. This process does not import it: a broken one may crash or
+    hang."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -115,7 +116,7 @@ def shared_heap() -> Finding:
 
 
 def entry_point() -> Finding:
-    """By which torch finds the backend when it is imported."""
+    """The entry point by which torch finds the backend at import."""
     found = [e for e in importlib.metadata.entry_points(group="torch.backends") if e.name == "symcomm"]
     if found:
         return Finding("torch backend", OK, f"torch loads it by itself ({found[0].value})")
@@ -124,7 +125,7 @@ def entry_point() -> Finding:
 
 
 def gpus() -> Finding | list[Finding]:
-    """As nvidia-smi lists them, and whether two ranks can share the memory of one."""
+    """GPUs as nvidia-smi lists them, and whether two ranks can share the memory of one."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Finding("gpus", OK, "none seen (no nvidia-smi)")
@@ -182,7 +183,7 @@ def judge_gpus(lines: list[str]) -> Finding:
 
 
 def interpreter() -> Finding:
-    """A torch that was built for another interpreter is a common mistake."""
+    """Checks the interpreter: a torch built for another one is a common mistake."""
     inside = sys.prefix != sys.base_prefix
     return Finding("environment", OK, f"{sys.executable} ({'a virtual environment' if inside else 'the system'})")
 

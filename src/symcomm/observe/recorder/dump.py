@@ -1,4 +1,4 @@
-"""Dumps: one file per rank, in PyTorch's format, with all that it has no field for under the key ``symcomm``."""
+"""Dumps: one file per rank, in PyTorch's format; the key ``symcomm`` has all that this format has no field for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWITCHES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 
 
 def prefix_from_environment() -> str | None:
-    """The prefix of dump files, which the rank's number completes. None: no dumps were requested."""
+    """The prefix of dump files; the rank's number follows it. None: no dumps were requested."""
     switch = next((os.environ[name] for name in SWITCHES if name in os.environ), "").lower()
     if folder := os.environ.get("SYMCOMM_TRACE_DIR"):
         return os.path.join(folder, FILE)
@@ -90,19 +90,19 @@ def this_rank(collectives: bool | None, stacks: bool | None, only_active: bool |
 
 
 def write_for_torch(rank: int, dump: bytes) -> None:
-    """Into the file that ``TORCH_FR_DUMP_TEMP_FILE`` (or PyTorch's place) and ``rank`` name."""
+    """Write into the file that ``TORCH_FR_DUMP_TEMP_FILE`` (or PyTorch's default) and ``rank`` name."""
     path = Path(f"{prefix_from_environment() or torchs_prefix()}{rank}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(dump)
 
 
 def write(trace: RankTrace, prefix: str, *, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
-    """Write a rank's dump to ``prefix`` and its number. ``replace=False`` leaves a dump that is there as it is."""
+    """Write a rank's dump to ``prefix`` and its number. ``replace=False`` keeps an existing dump."""
     return write_to(f"{prefix}{trace.rank}", trace, timeouts_ms, replace)
 
 
 def write_to(path: str, trace: RankTrace, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
-    """Atomically: a reader finds a whole dump or none."""
+    """Write atomically: a reader finds a whole dump or none."""
     groups = dict(enumerate(trace.groups, 1))
     dump = torch_dump(trace.operations, groups, timeouts_ms=timeouts_ms)
     data = as_pickle({**dump, "symcomm": trace.to_dict()})

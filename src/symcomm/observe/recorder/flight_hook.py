@@ -1,4 +1,4 @@
-"""FlightRecorderHook: our recorder sees every operation without it; attached, a failure leaves a dump behind."""
+"""FlightRecorderHook: our recorder sees every operation without it; with it, a failure leaves a dump behind."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from symcomm.observe.recorder.dump import note, prefix_from_environment, torchs_
 
 
 class FlightRecorderHook:
-    """``attach(group)``: when the group is aborted or fails, this rank writes what it recorded, in PyTorch's format,
-    to the file that ``TORCH_FR_DUMP_TEMP_FILE`` names, or to PyTorch's place for it.
+    """``attach(group)``: when the group is aborted or fails, this rank writes its records, in PyTorch's format, to the
+    file that ``TORCH_FR_DUMP_TEMP_FILE`` names, or to PyTorch's default file.
 
     Raises: BadArgumentError from ``attach``."""
 

@@ -1,4 +1,4 @@
-"""Dumps that PyTorch itself wrote (of NCCL or Gloo), as far as they say what our records say."""
+"""Dumps that PyTorch itself wrote (for NCCL or Gloo), as far as they have what our records have."""
 
 from __future__ import annotations
 

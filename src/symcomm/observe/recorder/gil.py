@@ -2,10 +2,10 @@
 
 Native code that keeps Python's interpreter lock (GIL) while it waits stops every thread of a rank, its server too. A
 thread of the C core (``_core/observe/gil_watchdog.c``), which needs no lock, then writes one sentence to stderr: which
-rank, for how long, which thread most likely holds the lock, and what the kernel says that this thread does. It also
+rank, for how long, which thread most likely holds the lock, and what that thread does according to the kernel. It also
 writes it into the first page of the rank's arena, where the servers of its peers find it (``GET /api/v1/peers``).
 Python's own ``faulthandler.dump_traceback_later``, which needs no lock either, adds the Python stacks; a program that
-uses that function for itself sets SYMCOMM_GIL_SECONDS=0, since there is only one such timer in a process.
+uses that function itself must set SYMCOMM_GIL_SECONDS=0, because a process has only one such timer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def stall_of(peer: Any) -> str | None:
 
 
 def watch(group: Any, seconds: float, fd: int = STDERR) -> Callable[[], None]:
-    """Watch the interpreter lock on behalf of ``group``'s rank. Call what is returned to stop."""
+    """Watch the interpreter lock on behalf of ``group``'s rank. Call the result to stop."""
     here, pid = on_this_host(group), os.getpid()
     peer = here.peers[here.rank]
     label = f"rank {group.global_ranks[group.rank]} (pid {pid})"

@@ -1,4 +1,4 @@
-"""Facts about a process from ``/proc``; empty for one that is gone or that we may not inspect."""
+"""Facts about a process from ``/proc``; empty if it is gone or we may not inspect it."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def user_of(pid: int) -> int | None:
 
 
 def open_file(path: str, **where: Any) -> int:
-    """A descriptor to read from what must be a plain file: no link is followed, and no pipe or device waited for.
+    """A descriptor to read a file, which must be plain: this follows no link, and waits for no pipe or device.
 
-    Links under ``/proc/PID/fd`` are not followed by name, but are the file itself, so these may be opened."""
+    Links under ``/proc/PID/fd`` lead to the file itself, not to its name, so it may open these."""
     follow = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | follow, **where)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

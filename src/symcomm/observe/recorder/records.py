@@ -26,7 +26,7 @@ class Operation:
     number: int  # among all operations of this rank, in the order they began
     group: str
     ranks: tuple[int, ...]  # of the group, as the world numbers them
-    seq: int  # in the group: the same operation has the same one on every rank; messages have their own
+    seq: int  # in the group: an operation has the same number on every rank; messages have their own numbers
     call: str  # "all_reduce", "send", ...
     dtype: str
     op: str | None  # "SUM", ...
@@ -40,7 +40,7 @@ class Operation:
     plan: str
     zero_copy: bool
     site: str  # "file:line", or "" when not known
-    exact_site: bool  # False: where the first call of this kind was made
+    exact_site: bool  # False: that of the first call of this kind
     way: str = ""  # "short": the core alone; "long": through Python; "": not known
     thread: str = ""  # "inline": the caller's; "queued": the group's own
 
@@ -72,7 +72,7 @@ class Operation:
 
 
 class GroupKeys:
-    """A small number for a group's name and ranks: hashing a long tuple for every call would dominate an analysis of
+    """A small number for a group's name and ranks: to hash a long tuple for every call would dominate an analysis of
     all calls. Most calls of a rank share the tuple. Only for calls that stay in memory."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ def on_this_host(group: Any) -> Any:
 
 
 def operations_of(group: Any) -> list[list[Operation]]:
-    """What every rank of ``group`` on this host has recorded, by rank; also of ranks that are stuck or dead."""
+    """What every rank of ``group`` on this host has recorded, by rank, even if it is stuck or dead."""
     return [operations_at(peer.flight) for peer in on_this_host(group).peers]
 
 

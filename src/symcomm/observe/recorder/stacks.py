@@ -74,12 +74,12 @@ def short_site(site: str) -> str:
 
 
 def where(stacks: list[ThreadStack]) -> Frame | None:
-    """The innermost frame of the program itself, in the rank's thread; of a library when there is no such frame."""
+    """The innermost frame of the program itself, in the rank's thread; of a library if there is no such frame."""
     frames = next((stack.frames for stack in stacks if stack.is_rank), ())
     own = (frame for frame in frames if not _is_library(frame.file))
     return next(own, frames[0] if frames else None)
 
 
 def _is_library(file: str) -> bool:
-    """Ours, Python's own, or installed; also when the dump is of another machine."""
+    """Whether a file is ours, Python's own or installed, even if the dump is from another machine."""
     return file.startswith((PACKAGE, STANDARD, "<frozen")) or INSTALLED.search(file) is not None

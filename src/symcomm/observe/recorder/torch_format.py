@@ -3,7 +3,7 @@
 A dump says less than our records do (no reduce operation, no root), and some things differently:
 
 * The part of a name before the colon must be a backend that ``torchfrtrace`` knows, so ours say ``gloo:``.
-* Shapes are not recorded, only numbers of elements: every tensor is given as one dimension.
+* We record numbers of elements, not shapes: every tensor appears with one dimension.
 * A failed operation is one that never completed.
 """
 
@@ -84,7 +84,7 @@ def as_json(dump: dict[str, Any]) -> bytes:
 
 
 def latest_of_each_group(operations: Sequence[Operation]) -> list[Operation]:
-    """Without those of earlier groups of the same name: where the count of collectives starts again."""
+    """Drops those of earlier groups of the same name, whose count of collectives starts again."""
     keys = list(map(GroupKeys(), operations))
     starts: dict[int, tuple[int, int]] = {}  # group -> (last sequence number, number of its first operation)
     for key, op in zip(keys, operations, strict=True):

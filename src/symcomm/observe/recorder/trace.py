@@ -24,12 +24,12 @@ class RankTrace:
     rank: int
     pid: int = 0
     host: str = ""
-    boot: str = ""  # which boot of which host: ranks with the same one have the same clock
+    boot: str = ""  # which boot of which host: ranks with the same value have the same clock
     noted_ns: int = 0  # when this was written, on CLOCK_MONOTONIC
     noted_wall_ns: int = 0  # the same moment, as time of day
     started_wall_ns: int = 0  # when the rank began to trace
     end: str = ""  # if another rank wrote this: "died with SIGKILL", "stopped", "left", or "silent" (it did not write)
-    noted_by: int | None = None  # which rank wrote this, when it was another
+    noted_by: int | None = None  # which rank wrote this, if it was another
     errors: list[str] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     stacks: list[ThreadStack] = field(default_factory=list)
@@ -64,12 +64,12 @@ class Trace:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that some group has, and of which nothing was found."""
+        """Ranks of some group of which nothing was found."""
         members = {r for trace in self.ranks.values() for group in trace.groups for r in group["ranks"]}
         return sorted(members - set(self.ranks))
 
     def members(self, group: str) -> list[int]:
-        """The ranks of a group. Recorders leave out long lists; then those of which something is known."""
+        """The ranks of a group. Recorders leave out long lists; then it is the ranks of which something is known."""
         known = [(one.rank, g["ranks"]) for one in self.ranks.values() for g in one.groups if g["name"] == group]
         listed = next((ranks for _, ranks in reversed(known) if ranks), None)
         return list(listed) if listed is not None else [rank for rank, _ in known]
@@ -127,7 +127,7 @@ def _dumps_in(place: Path) -> Iterable[tuple[int, Path]]:
 
 
 def read_dump(rank: int, path: Path) -> RankTrace:
-    """The dump of a rank; raises whatever is wrong with it."""
+    """The dump of a rank; raises if something is wrong with it."""
     return parse_dump(rank, path.read_bytes())
 
 
@@ -143,7 +143,7 @@ def parse_dump(rank: int, data: bytes) -> RankTrace:
 
 
 def _drop_old(trace: Trace) -> None:
-    """A dump that was written before other ranks had even started is of an earlier run."""
+    """Drops dumps of an earlier run: they were written before other ranks had started."""
     started = max((t.started_wall_ns for t in trace.ranks.values()), default=0)
     for rank, one in list(trace.ranks.items()):
         if one.noted_wall_ns < started:

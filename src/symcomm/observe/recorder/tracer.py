@@ -1,9 +1,9 @@
 """Writes a rank's dump when something fails; loaded when the environment asks for it (see dump.py).
 
-A rank that sees an operation fail writes at once. A thread covers the rest: for a rank that hangs in its program
-and so does not see that its peers gave up on it, that thread writes, with the stacks that show where it hangs. For a
-rank that died or is stopped a peer writes what its memory holds. The ranks that saw the failure wait a moment for the
-others' dumps before they raise, since a launcher ends all ranks once the first has ended.
+A rank that sees an operation fail writes at once. A rank that hangs in its program does not see that its peers gave up
+on it; a thread writes its dump, with the stacks that show where it hangs. If a rank died or is stopped, a peer writes
+what its memory holds. Ranks that saw the failure wait a moment for the others' dumps before they raise, because a
+launcher ends all ranks once the first has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHERS = 2.0  # seconds that a rank waits for the others' dumps
 
 
 class _Rank:
-    """A rank of this process; several where threads are ranks."""
+    """A rank of this process; there are several if threads are ranks."""
 
     def __init__(self, rank: int, arena: Any):
         self.rank = rank
@@ -74,7 +74,7 @@ class Tracer:
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def _write(self, mine: _Rank, group: Any) -> None:
-        """This rank's dump, and those of peers that cannot write theirs any more."""
+        """Write this rank's dump, and those of peers that can no longer write theirs."""
         with self._lock:
             mine.written.add(group)
             trace = self._note(mine)
@@ -119,7 +119,7 @@ class Tracer:
         write(trace, self.prefix, replace=not self._is_fresh(trace.rank))
 
     def _is_fresh(self, rank: int) -> bool:
-        """Whether there is a dump of ``rank`` that this run has written."""
+        """Whether this run has written a dump of ``rank``."""
         try:
             return os.stat(f"{self.prefix}{rank}").st_mtime_ns >= self.started_wall_ns - 1_000_000_000
         except OSError:

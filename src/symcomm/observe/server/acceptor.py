@@ -1,8 +1,8 @@
 """Accepts clients on a listening socket: one thread accepts, one serves each client, up to a limit.
 
 Unauthenticated clients share a few slots, so that they can neither exhaust the process's threads nor keep trusted ones
-out. Whatever happens on a connection ends that connection: it is closed, logged (``symcomm.server``) and counted
-(``closed``), and nothing else notices.
+out. An error on a connection ends only that connection, which is closed, logged (``symcomm.server``) and counted
+(``closed``).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = logging.getLogger("symcomm.server")
 
 
 class Session(Protocol):
-    """What serves one client."""
+    """Serves one client."""
 
     trusted: bool
     end: str  # why it ended, unless the client closed it
 
     def serve(self, sock: socket.socket) -> None:
-        """Until the client leaves; raises OSError when it is gone or too slow."""
+        """Serve until the client leaves; raises OSError if it is gone or too slow."""
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class ConnectionAcceptor:
                 continue
             try:
                 self._admit(client)
-            except Exception as error:  # whatever it was, others want to be served
+            except Exception as error:  # in any case, others want to be served
                 self._note("failed", repr(error))
                 client.close()
 
@@ -109,7 +109,7 @@ class ConnectionAcceptor:
                 return
 
     def _admit(self, raw: socket.socket) -> None:
-        """Give a client a thread. When there are too many unauthenticated ones, the oldest is dropped."""
+        """Give a client a thread. If there are too many unauthenticated ones, drop the oldest."""
         client = _Client(raw, self._open_session(raw))
         pushed_out = None
         with self._lock:

@@ -1,6 +1,6 @@
 """Our own routes, under /api/v1: a rank's identity, operations and state, as JSON.
 
-Operations and stalls are read from the ranks' shared memory, so one rank's server also tells of peers that are stuck
+Operations and stalls are read from the ranks' shared memory, so one rank's server also reports on peers that are stuck
 or dead and cannot answer themselves: ``?rank=R`` on operations, and ``/api/v1/peers``.
 """
 
@@ -28,14 +28,15 @@ from symcomm.observe.server.requests import Request, Response
 from symcomm.observe.top import metrics  # noqa: F401  (it has a route)
 from symcomm.store.lease import root_of
 
-OPERATIONS, MOST_OPERATIONS = 500, 5000  # in one answer: unless asked otherwise, and at most
+OPERATIONS, MOST_OPERATIONS = 500, 5000  # in one answer: by default, and at most
 KEYS, VALUE_BYTES = 1000, 64 << 10
 STORE_SECONDS = 5.0
 
 
 @route("GET", "/api/v1/rank")
 def rank(request: Request) -> dict[str, Any]:
-    """Who this is. ``clock_ns`` is CLOCK_MONOTONIC, in which operations give their times, beside the time of day."""
+    """Which rank this is. ``clock_ns`` is CLOCK_MONOTONIC, the clock of operations' times; the time of day is there,
+    too."""
     facts, group = request.rank, request.rank.group
     return {
         "rank": facts.rank,
@@ -117,7 +118,7 @@ def _group_facts(group: Any) -> dict[str, Any]:
 
 @route("GET", "/api/v1/peers")
 def peers(request: Request) -> list[dict[str, Any]]:
-    """Every rank of the first group on this host, as its shared memory shows it, also one that cannot answer."""
+    """Every rank of the first group on this host, as its shared memory shows it, even one that cannot answer."""
     group = on_this_host(_group(request))
     return [_peer_facts(group, number, peer) for number, peer in enumerate(group.peers)]
 
@@ -202,7 +203,7 @@ def store(request: Request) -> Any:
 
 @route("POST", "/api/v1/dump")
 def dump(request: Request) -> dict[str, Any]:
-    """All of the above but the store, in one document, for a bug report. Nothing is written here."""
+    """All of the above except the store, in one document, for a bug report. This writes nothing."""
     request.params.setdefault("limit", str(MOST_OPERATIONS))
     document: dict[str, Any] = {"rank": rank(request), "groups": groups(request), "stacks": stacks(request)}
     if request.rank.group is not None:

@@ -1,7 +1,7 @@
 """One client of a rank's server: what it may request, and how often.
 
-HTTP itself is http_session.py's. This file says who is trusted, and refuses web pages that would use a browser on this
-host to reach us.
+http_session.py does HTTP. This file says who is trusted, and refuses web pages that use a browser on this host to reach
+us.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def peer_uid(connection: socket.socket) -> int | None:
 
 
 def is_known_host(header: str, names: Iterable[str]) -> bool:
-    """Whether a Host header names us. A page that points its own name here (DNS rebinding) sends that name, so numeric
-    addresses are safe, and of names only our own."""
+    """Whether a Host header names us. A page that points its own name here (DNS rebinding) sends that name, so only
+    numeric addresses and our own names are safe."""
     try:
         host = urlsplit(f"//{header}").hostname or ""
     except ValueError:
@@ -85,7 +85,7 @@ def _params(query: str, body: bytes, content_type: str) -> dict[str, str]:
 
 
 def format_exception(error: BaseException) -> str:
-    """What failed and where, in the form that PyTorch's server answers with."""
+    """What failed and where, in the form of PyTorch's server."""
     frames = [f"  {f.filename}({f.lineno}): {f.name}\n" for f in reversed(traceback.extract_tb(error.__traceback__))]
     ours = [frame for frame in frames if not frame.startswith(f"  {__file__}(")]
     return f"{type(error).__name__}: {error}\n\nAt:\n{''.join(ours)}"

@@ -4,8 +4,8 @@ A named handler is called ``handler(request, response)`` at ``POST /handler/NAME
 that returns something JSON can hold, or a Response; ``route("GET", "/api/v1/metrics")`` is how other modules add one.
 
 The names PyTorch has are here: ``ping``, ``dump_traceback``, ``fr_trace_json``, ``dump_nccl_trace_json``,
-``dump_nccl_trace_pickle``, ``pyspy_dump``, ``wait_counter_values``, ``c10d_health_check``. A name that only PyTorch's
-own table has, since a C++ library put it there, is found too.
+``dump_nccl_trace_pickle``, ``pyspy_dump``, ``wait_counter_values``, ``c10d_health_check``. Names that only PyTorch's
+own table has, because a C++ library put them there, work too.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _fr_trace_pickle(request: Any, response: Any) -> None:
 
 
 def _pyspy_dump(request: Any, response: Any) -> None:
-    """What py-spy says of this process; with the parameters ``native``, ``subprocesses`` and ``nonblocking``."""
+    """What py-spy shows of this process; takes the parameters ``native``, ``subprocesses`` and ``nonblocking``."""
     program = shutil.which("py-spy")
     if program is None:
         _reply(response, "py-spy was not found; `pip install py-spy`, or ask dump_traceback.", "text/plain", 500)
@@ -202,7 +202,7 @@ def _pyspy_dump(request: Any, response: Any) -> None:
 
 
 def _wait_counter_values(request: Any, response: Any) -> None:
-    """PyTorch's counters of waits, where PyTorch is loaded."""
+    """PyTorch's counters of waits, if PyTorch is loaded."""
     with contextlib.suppress(ValueError):
         if theirs := _torchs_handler("wait_counter_values"):
             theirs(request, response)

@@ -1,8 +1,8 @@
-"""HTTP/1.1 on one connection, as h11 parses it, with what a parser leaves open: limits on sizes and on time.
+"""HTTP/1.1 on one connection: h11 parses it, this file limits sizes and time.
 
-h11 is strict, does no input or output of its own, and needs no other package. Whatever a client sends ends in a
-request, in a ``Refusal`` that is answered before we hang up, or in an OSError: the connection is over. Nothing else
-leaves this file.
+h11 is strict, does no input or output of its own, and needs no other package. What a client sends becomes a request, a
+``Refusal`` that we answer before we hang up, or an OSError, after which the connection is over. Nothing else leaves
+this file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ HEADERS = 100
 BODY_BYTES = 1 << 20
 PIECE = 4096  # bytes read at once while a head is incomplete: what a client may send beyond HEAD_BYTES
 FIRST_SECONDS = 5.0  # for a whole request, from the moment we wait for it: the first one, and all of a stranger
-TRUSTED_SECONDS = 30.0  # the same, for a connection that was trusted before: a page that asks now and then
-WORDS = 200  # characters of what a client sent that it may get back
+TRUSTED_SECONDS = 30.0  # the same for a connection that was trusted before, such as a page that asks now and then
+WORDS = 200  # characters of a client's input that it may get back
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 
 
@@ -40,7 +40,7 @@ def load_h11() -> Any:
 
 
 class Refusal(Exception):
-    """Why a request is answered with an error, and its connection closed."""
+    """Why a request gets an error, and its connection is closed."""
 
     def __init__(self, status: int, words: str = ""):
         super().__init__(words or HTTPStatus(status).phrase)
@@ -75,7 +75,7 @@ class Head:
 
 
 class HttpSession(abc.ABC):
-    """Serves one client until either side closes. Subclasses say what is answered: ``respond(head)``."""
+    """Serves one client until either side closes. Subclasses answer: ``respond(head)``."""
 
     fixed_headers: Mapping[str, str] = {}
 
@@ -90,7 +90,7 @@ class HttpSession(abc.ABC):
 
     @abc.abstractmethod
     def respond(self, head: Head) -> Response:
-        """What to say to a request whose head was read."""
+        """The answer to a request whose head was read."""
 
     def serve(self, sock: socket.socket) -> None:
         """Answer requests; raises OSError when the client is gone or too slow."""
@@ -110,7 +110,7 @@ class HttpSession(abc.ABC):
             if head is None:
                 return False
             response = self.respond(head)
-            self.read_body()  # what is left of it: it is not the next request
+            self.read_body()  # the rest of it is not the next request
         except Refusal as refusal:
             self.end = f"{refusal.status} {refusal}"
             response = Response()

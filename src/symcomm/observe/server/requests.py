@@ -1,4 +1,4 @@
-"""What a handler is given and what it fills in: a Request and a Response, with PyTorch's methods."""
+"""What a handler gets and what it fills in: a Request and a Response, with PyTorch's methods."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Request:
     """What a client asked for.
 
     ``trusted``: it comes from our own user, or holds the token; only then may it see what the program does.
-    ``has_token``: it holds the token itself, which is asked for where secrets of the job may show.
-    ``rank`` is the rank whose server was asked (see server.RankFacts), None when there is none.
+    ``has_token``: it holds the token itself, which is needed for secrets of the job. ``rank`` is the rank whose server
+    was asked (see server.RankFacts), None when there is none.
 
     Raises: UnicodeDecodeError from ``body()``, BadArgumentError from ``get_number()``."""
 
@@ -44,7 +44,7 @@ class Request:
         return self._body.decode()
 
     def get_param(self, name: str) -> str:
-        """A parameter of the query or of a form; empty when it was not given."""
+        """A parameter of the query or of a form; empty if it was not given."""
         return self.params.get(name, "")
 
     def get_number(self, name: str, default: int, low: int, high: int) -> int:

@@ -5,7 +5,8 @@ connection.py, what is answered in handlers.py and api.py, where servers are fou
 ``WorkerServer`` is the same server under PyTorch's name.
 
 One thread waits for clients (asleep in the kernel, no polling), one serves each of them (acceptor.py), and none of them
-takes the interpreter lock while nobody asks. A forked child closes its copies of the sockets and serves nothing.
+takes the interpreter lock while there are no requests. A forked child closes its copies of the sockets and serves
+nothing.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Server:
     # --- the end -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Stop listening, hang up, and remove the socket's file. May be called by anyone, any number of times."""
+        """Stop listening, hang up, and remove the socket's file. Any thread may call this, any number of times."""
         with self._lock:
             if self._closed:
                 return
@@ -246,7 +247,7 @@ def listen_unix(path: str) -> socket.socket:
 
 
 def _removed_dead(path: str) -> bool:
-    """Remove a socket of ours on which nobody listens."""
+    """Remove a socket of ours on which no process listens."""
     facts = os.lstat(path)
     if not stat.S_ISSOCK(facts.st_mode) or facts.st_uid != os.getuid():
         return False

@@ -1,4 +1,4 @@
-"""What is asked of a running job's processes on demand: where its ranks are in the program, and the store's keys.
+"""Asks a running job's processes on demand: where its ranks are in the program, and the store's keys.
 
 A rank that runs a server (``symcomm run --server``) is asked over HTTP; one that traces (``symcomm run --trace DIR``)
 finds a question in its folder of dumps, and answers there. For others, py-spy and the kernel know a little.
@@ -31,7 +31,7 @@ ANSWER = 2.0  # seconds for all ranks to report where they are
 LOOK = 0.02  # seconds between two polls for answers in files
 ANSWER_BYTES = 64 << 20  # that a rank's answer may have
 PIECE = 64 << 10  # bytes of it that are read at a time
-AT_ONCE = 64  # servers that are asked at the same time
+AT_ONCE = 64  # servers asked at the same time
 SPY_DEADLINE = 10.0
 STORE_DEADLINE = 3.0
 KEYS_SHOWN = 2000
@@ -41,7 +41,7 @@ KEYS_SHOWN = 2000
 
 
 def ask_stacks(pids: Mapping[int, int], seconds: float = ANSWER) -> dict[int, list[ThreadStack]]:
-    """Stacks of ranks, given with their pids. For one that could have answered and did not: ``[]``."""
+    """Stacks of ranks, given with their pids; ``[]`` for one that could have answered and did not."""
     deadline = time.monotonic() + seconds
     servers = _servers_of(pids)
     folders = {rank: folder for rank, pid in pids.items() if rank not in servers and (folder := _folder_of(pid))}
@@ -66,7 +66,7 @@ def _servers_of(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
 
 
 def _from_servers(servers: Mapping[int, dict[str, Any]], deadline: float) -> dict[int, list[ThreadStack]]:
-    """All are asked before the first answer is read, so that one that hangs does not delay the others."""
+    """Ask all before reading the first answer, so that one that hangs does not delay the others."""
     asked: dict[int, http.client.HTTPConnection] = {}
     found = {}
     troubles = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
@@ -143,7 +143,7 @@ class _Folder:
         os.close(self._descriptor)
 
     def ask(self, name: str) -> None:
-        with contextlib.suppress(FileExistsError):  # somebody else has asked
+        with contextlib.suppress(FileExistsError):  # another viewer has asked
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             os.close(os.open(name, flags, 0o600, dir_fd=self._descriptor))
 

@@ -39,7 +39,7 @@ class RankFacts:
     alive: bool
     operations: int  # recorded in total
     arena_bytes: int  # memory that its arena occupies
-    missed: int = 0  # operations that were overwritten before anybody read them
+    missed: int = 0  # operations that were overwritten before they were read
     stopped: bool = False  # by SIGSTOP or a debugger
     waits: tuple[int, ...] = ()  # long waits that ended while spinning, yielding, sleeping; empty: not known
 

@@ -1,8 +1,8 @@
 """Which jobs of this user run on this host: processes that own arenas. Those that map each other's are one job
 (each the other's: a forked child maps what its parent had mapped, too).
 
-A rank's arena is a file that only processes of its job hold. Whoever may look into ``/proc/PID/fd`` (the same user,
-says the kernel) can open it again, read-only, and the ranks need not help.
+A rank's arena is a file that only processes of its job hold. A process that may look into ``/proc/PID/fd`` (of the same
+user, the kernel requires) can open it again, read-only, and the ranks need not help.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def choose_jobs(who: str, wanted: str | None, jobs: list[JobFacts], above: Ances
 
 
 def choose_job(who: str, wanted: str | None, jobs: list[JobFacts], above: Ancestors = ancestors_of) -> JobFacts:
-    """The same, where exactly one must match."""
+    """The same if exactly one must match."""
     found = choose_jobs(who, wanted, jobs, above)
     if len(found) > 1:
         raise errors.BadArgumentError(f"{who}: there are {len(found)} jobs; name one by a pid: {_listed(found)}.")

@@ -1,4 +1,4 @@
-"""A running job as a trace, which is what verdicts, tables and timelines are made of.
+"""A running job as a trace, from which verdicts, tables and timelines are made.
 
 A feed reads the ranks' recorders without their help; where ranks are in the program they are asked (see ask.py).
 """
@@ -74,7 +74,8 @@ def look(job: JobFacts, call: str = "look") -> Trace:
 
 
 def add_stacks(trace: Trace, stacks: Mapping[int, list[ThreadStack]]) -> None:
-    """The ranks' answers; one that did not answer is not running Python, the only thing that could keep it from it."""
+    """Adds the ranks' stacks; a rank that did not answer is not running Python, which is the only reason for
+    silence."""
     for rank, found in stacks.items():
         one = trace.ranks[rank]
         one.stacks, one.end = found, one.end or ("" if found else "silent")

@@ -2,7 +2,7 @@
 
 Both libraries are optional: ``pip install 'symcomm[metrics]'``, ``'symcomm[otel]'``. A ``Meter`` or ``Spans`` is handed
 the model after each refresh (``add``); it counts operations that have ended, each once. `symcomm top` does so for a
-whole job; a rank's server for that rank alone, whenever somebody asks for ``/api/v1/metrics``.
+whole job; a rank's server does so for that rank alone, at each request for ``/api/v1/metrics``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from symcomm.observe.server.requests import Request, Response
 if TYPE_CHECKING:
     from symcomm.observe.top.model import Live
 
-# Seconds. From a small all_reduce in shared memory (about a microsecond) to something that waits for a disk.
+# Seconds: from a small all_reduce in shared memory (about a microsecond) to a wait for a disk.
 BUCKETS = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 WAYS_TO_WAIT = ("looked", "yielded", "slept")
@@ -202,7 +202,8 @@ class Spans:
 
     @classmethod
     def from_environment(cls) -> tuple[Spans, Callable[[], None]]:
-        """Spans that go where OpenTelemetry's own variables say, and what to call in the end: it sends the last ones.
+        """Spans that go where OpenTelemetry's own variables say, and a function to call at the end, which sends the
+        last ones.
 
         ``OTEL_TRACES_EXPORTER`` is otlp (then ``OTEL_EXPORTER_OTLP_ENDPOINT`` says where to) or console."""
         sdk = _library("opentelemetry.sdk.trace", "otel")

@@ -25,7 +25,7 @@ IDLE, COMPUTING, COMMUNICATING, WAITING, LATE, FAILED, DEAD = range(len(STATES))
 
 BIN_NS = 1_000_000_000  # width of a column of the heat map
 BINS = 60
-USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if they were normal) that are nobody's fault
+USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if normal) that are no rank's fault
 RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in instances
 RECENT = 8  # operations of each rank that a verdict looks at, beside its last one in each group
 SAMPLES = 512  # instances of one collective and size that percentiles are made of
@@ -49,7 +49,7 @@ class CollectiveInstance:
     """One collective of all its ranks, or one message of one rank. Times by rank of the world."""
 
     ident: int
-    first: Operation  # of whoever we heard from first: what the call was
+    first: Operation  # the call, from the rank that we heard from first
     size: int
     version: int = 0  # of the model, when it last changed
     starts: dict[int, int] = field(default_factory=dict)
@@ -227,7 +227,7 @@ class Live:
         oldest = self.sample.now_ns // BIN_NS - BINS
         for column in [c for c in self.heat if c < oldest]:
             del self.heat[column]
-        if len(self.running) > 4096:  # of ranks that left without ending what they began
+        if len(self.running) > 4096:  # of ranks that left without ending their operations
             for key in list(self.running)[: len(self.running) - 4096]:
                 del self.running[key]
 
@@ -321,7 +321,8 @@ class Live:
         return sorted((late for late in self.late.values() if late.times), key=lambda late: -late.seconds)[:most]
 
     def straggler(self) -> Lateness | None:
-        """Whoever stands out: somebody is always the last, and with two ranks each is about half of the time."""
+        """The rank that stands out, if any: some rank is always last, and of two ranks each is last about half of the
+        time."""
         worst = self.stragglers(1)
         total = sum(late.seconds for late in self.late.values())
         return worst[0] if worst and worst[0].seconds > total * min(STANDS_OUT, 2 / len(self.late)) else None

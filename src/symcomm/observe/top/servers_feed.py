@@ -1,7 +1,7 @@
 """A feed of ranks on any number of hosts, from their servers (``symcomm run --server``), asked concurrently.
 
-Hosts have clocks of their own. An answer carries the server's, which was read between our question and its arrival;
-the quickest answer so far says best how far the clocks are apart.
+Hosts have clocks of their own. An answer carries the server's time, read between our question and its answer; the
+quickest answer so far best tells how far the clocks are apart.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _Server:
         self._memory_at = 0.0
 
     def poll(self) -> list[Operation]:
-        """Operations that began or ended since the last time, on our clock. A server that does not listen any more
-        is dead; one that does not answer in time may be busy."""
+        """Operations that began or ended since the last time, on our clock. A server that no longer listens is dead;
+        one that does not answer in time may be busy."""
         try:
             found = self._read()
             if time.monotonic() > self._memory_at:

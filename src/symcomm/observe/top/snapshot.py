@@ -1,4 +1,4 @@
-"""What the live page gets: the model as JSON, only what is new since the version that the page has, and bounded."""
+"""The live page's data: the model as JSON, bounded, with only what is new since the page's version."""
 
 from __future__ import annotations
 
