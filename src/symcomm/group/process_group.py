@@ -31,7 +31,7 @@ from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.memory.arena import Arena, Peer
 
 if TYPE_CHECKING:
-    from symcomm.group.grow import JoinQueue
+    from symcomm.membership.newcomers import JoinQueue
     from symcomm.store.lease import Lease
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
