@@ -188,9 +188,9 @@ def test_small_shared_memory(monkeypatch, tmp_path):
         memory.shutil, "disk_usage", lambda path: type("Room", (), {"free": 60 << 20, "total": 64 << 20})
     )
     assert memory.shared_directory().state == WARN and "--shm-size" in memory.shared_directory().fix
-    monkeypatch.setattr(memory, "_system_room", lambda: (100 << 20, "MemAvailable in /proc/meminfo"))
+    monkeypatch.setattr(memory, "system_room", lambda: (100 << 20, "MemAvailable in /proc/meminfo"))
     assert memory.free_memory().state == WARN
-    monkeypatch.setattr(memory, "_cgroup_room", lambda: (50 << 20, "/sys/fs/cgroup/x/memory.max = 1 GiB"))
+    monkeypatch.setattr(memory, "cgroup_room", lambda: (50 << 20, "/sys/fs/cgroup/x/memory.max = 1 GiB"))
     assert "docker run --memory" in memory.free_memory().fix
 
 

@@ -212,8 +212,8 @@ def test_a_forked_child_does_not_free_our_memory():
 @pytest.mark.parametrize(
     ("where", "room", "says"),
     [
-        ("_system_room", (MIB, "MemAvailable in /proc/meminfo"), r"MemAvailable.*free memory"),
-        ("_cgroup_room", (MIB, "/sys/fs/cgroup/job/memory.max = 2 MiB"), r"memory\.max = 2 MiB.*docker run --memory"),
+        ("system_room", (MIB, "MemAvailable in /proc/meminfo"), r"MemAvailable.*free memory"),
+        ("cgroup_room", (MIB, "/sys/fs/cgroup/job/memory.max = 2 MiB"), r"memory\.max = 2 MiB.*docker run --memory"),
     ],
 )
 def test_too_little_memory_names_limit_and_fix(arena, monkeypatch, where, room, says):
@@ -265,8 +265,8 @@ def test_what_the_kernel_refuses_is_an_error_and_not_a_signal(arena, monkeypatch
 
 
 def test_more_than_the_arena(arena, monkeypatch):
-    monkeypatch.setattr(limits, "_system_room", lambda: (1 << 62, "a dream"))
-    monkeypatch.setattr(limits, "_cgroup_room", lambda *_: None)
+    monkeypatch.setattr(limits, "system_room", lambda: (1 << 62, "a dream"))
+    monkeypatch.setattr(limits, "cgroup_room", lambda *_: None)
     with pytest.raises(errors.ResourceError, match="of this rank's .* are in use; free some tensors"):
         arena.allocate(2 * arena.nbytes)
 

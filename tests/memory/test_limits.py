@@ -55,7 +55,7 @@ def test_version_2(tree):
     tree.named("0::/job/step")
     write(root / "job", max=100 * MIB, current=40 * MIB)
     write(root / "job/step", max="max", current=30 * MIB)
-    assert limits._cgroup_room() == (60 * MIB, f"{root}/job/memory.max = 100 MiB")
+    assert limits.cgroup_room() == (60 * MIB, f"{root}/job/memory.max = 100 MiB")
 
 
 def test_version_1(tree):
@@ -65,7 +65,7 @@ def test_version_1(tree):
     write(root, limit_in_bytes=UNLIMITED, usage_in_bytes=500 * MIB)
     write(root / "job", limit_in_bytes=100 * MIB, usage_in_bytes=40 * MIB)
     write(root / "job/step", limit_in_bytes=80 * MIB, usage_in_bytes=30 * MIB)
-    assert limits._cgroup_room() == (50 * MIB, f"{root}/job/step/memory.limit_in_bytes = 80 MiB")
+    assert limits.cgroup_room() == (50 * MIB, f"{root}/job/step/memory.limit_in_bytes = 80 MiB")
     with pytest.raises(errors.ResourceError, match=r"60 MiB asked, 50 MiB left .*limit_in_bytes.*docker run --memory"):
         limits.check_room(60 * MIB)
 
@@ -76,7 +76,7 @@ def test_version_1_in_a_container_that_sees_its_own_part_only(tree):
     tree.named("4:memory:/docker/abc/inner", "0::/")
     write(root, limit_in_bytes=64 * MIB, usage_in_bytes=60 * MIB)
     write(root / "inner", limit_in_bytes=UNLIMITED, usage_in_bytes=MIB)
-    assert limits._cgroup_room() == (4 * MIB, f"{root}/memory.limit_in_bytes = 64 MiB")
+    assert limits.cgroup_room() == (4 * MIB, f"{root}/memory.limit_in_bytes = 64 MiB")
 
 
 def test_version_1_knows_of_limits_above_what_is_mounted(tree):
@@ -84,7 +84,7 @@ def test_version_1_knows_of_limits_above_what_is_mounted(tree):
     tree.named("4:memory:/docker/abc")
     stat = f"cache 5\nhierarchical_memory_limit {32 * MIB}"
     write(root, limit_in_bytes=64 * MIB, usage_in_bytes=20 * MIB, stat=stat)
-    assert limits._cgroup_room() == (12 * MIB, f"{root}/memory.limit_in_bytes = 32 MiB")
+    assert limits.cgroup_room() == (12 * MIB, f"{root}/memory.limit_in_bytes = 32 MiB")
 
 
 def test_both_versions_at_once(tree):
@@ -93,7 +93,7 @@ def test_both_versions_at_once(tree):
     tree.named("4:memory:/job", "0::/job")
     write(unified / "job")
     write(memory / "job", limit_in_bytes=10 * MIB, usage_in_bytes=MIB)
-    assert limits._cgroup_room() == (9 * MIB, f"{memory}/job/memory.limit_in_bytes = 10 MiB")
+    assert limits.cgroup_room() == (9 * MIB, f"{memory}/job/memory.limit_in_bytes = 10 MiB")
 
 
 @pytest.mark.parametrize(("kind", "prefix"), [("cgroup2", ""), ("cgroup", "total_")])
@@ -104,7 +104,7 @@ def test_cached_files_make_room(tree, kind, prefix):
     stat = f"{prefix}inactive_file {40 * MIB}\n{prefix}active_file {20 * MIB}\nanon 1"
     names = ("max", "current") if kind == "cgroup2" else ("limit_in_bytes", "usage_in_bytes")
     write(root, **dict(zip(names, (100 * MIB, 99 * MIB), strict=True)), stat=stat)
-    room = limits._cgroup_room()
+    room = limits.cgroup_room()
     assert room is not None and room[0] == MIB + 50 * MIB
 
 
@@ -112,7 +112,7 @@ def test_cached_files_make_room(tree, kind, prefix):
 def test_nothing_to_be_found(tree, named):
     tree.mount("cgroup2", "", "rw")
     tree.named(*named)
-    assert limits._cgroup_room() is None
+    assert limits.cgroup_room() is None
 
 
 def test_no_limit(tree):
@@ -120,10 +120,10 @@ def test_no_limit(tree):
     tree.named("4:memory:/job")
     for folder in (root, root / "job"):
         write(folder, limit_in_bytes=UNLIMITED, usage_in_bytes=MIB)
-    assert limits._cgroup_room() is None
+    assert limits.cgroup_room() is None
 
 
 def test_no_proc(tree, monkeypatch):
     monkeypatch.setattr(limits, "PROC", Path("/no/such"))
-    assert limits._cgroup_room() is None
+    assert limits.cgroup_room() is None
     limits.check_room(1)

@@ -91,51 +91,6 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
-# What torch and namedtuples call by such names, though some of our classes have one of the same name.
-NOT_OURS = set(
-    """
-    _allgather_base _collective _devices _end_coalescing _get_backend _make _parameters _reduce_scatter_base
-    _register_backend _remove_autograd_hooks _replace _set_comm_hook_name _set_default_backend
-    _set_forward_pass_work_handle _set_group_desc _set_group_name _set_sequence_number_for_group _start_coalescing
-    _threads _timeout _values _world
-    """.split()
-)
-
-
-def private_names(tree: ast.AST) -> set[str]:
-    """Attributes that classes of a file define."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
-            found.add(node.attr)
-        for member in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                found.add(member.name)
-            targets = member.targets if isinstance(member, ast.Assign) else [getattr(member, "target", None)]
-            found |= {
-                name.id for target in targets if target for name in ast.walk(target) if isinstance(name, ast.Name)
-            }
-    return {name for name in found if name.startswith("_") and not name.startswith("__")}
-
-
-def is_self(node: ast.AST) -> bool:
-    return (isinstance(node, ast.Name) and node.id in ("self", "cls")) or ast.unparse(node) == "super()"
-
-
-def test_objects_keep_their_privates():
-    """State is layered as imports are: nothing uses ``x._y`` of a class that another file defines."""
-    trees = {path: ast.parse(path.read_text()) for path in FILES}
-    owners = {path: private_names(tree) for path, tree in trees.items()}
-    ours = set().union(*owners.values()) - NOT_OURS
-    foreign = [
-        f"{path.relative_to(SRC)}:{node.lineno} {ast.unparse(node)}"
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in ours - owners[path] and not is_self(node.value)
-    ]
-    assert not foreign
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
 def test_files_fit_on_a_desk(path: Path):
     assert len(path.read_text().splitlines()) <= 600

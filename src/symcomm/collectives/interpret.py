@@ -91,14 +91,14 @@ def add(sources: Sequence[Any]) -> Any:
 
 
 @dataclass
-class _Wait:
+class Blocked:
     """Why a rank does not move: it waits until these ranks have come this far."""
 
     wants: list[tuple[int, int]]
 
 
 @dataclass
-class _Machine:
+class Machine:
     """All ranks, their memory and their clocks."""
 
     plans: Sequence[Sequence[Plan]]  # by operation, by rank
@@ -126,13 +126,13 @@ class _Machine:
 
     # one rank ------------------------------------------------------------------------------------
 
-    def play(self, rank: int) -> Iterator[_Wait | None]:
+    def play(self, rank: int) -> Iterator[Blocked | None]:
         """What a rank does, one step at a time. Yields None if it could go on, or what it waits for."""
         for seq in range(1, len(self.plans) + 1):
             yield from self.operation(rank, seq)
             self.give_back(rank, seq)
 
-    def operation(self, rank: int, seq: int) -> Iterator[_Wait | None]:
+    def operation(self, rank: int, seq: int) -> Iterator[Blocked | None]:
         plan = self.plans[seq - 1][rank]
         self.at[rank] = (f"operation {seq}",)
         self.own(rank, seq)
@@ -192,7 +192,7 @@ class _Machine:
             if signature(plan) != mine:
                 raise PlanError(f"operation {seq}: ranks {rank} and {peer} differ: {mine} and {signature(plan)}")
 
-    def block(self, rank: int, seq: int, steps: Sequence[Step], part: str) -> Iterator[_Wait | None]:
+    def block(self, rank: int, seq: int, steps: Sequence[Step], part: str) -> Iterator[Blocked | None]:
         for number, step in enumerate(steps):
             turns, body = (step.turns, step.body) if isinstance(step, Loop) else (1, (step,))
             for turn in range(turns):
@@ -200,7 +200,7 @@ class _Machine:
                     self.at[rank] = (f"operation {seq}", part, number, turn, inner)
                     yield from self.step(rank, seq, inner, turn, turn == turns - 1, part == "direct")
 
-    def step(self, rank: int, seq: int, step: Step, turn: int, last: bool, direct: bool) -> Iterator[_Wait | None]:
+    def step(self, rank: int, seq: int, step: Step, turn: int, last: bool, direct: bool) -> Iterator[Blocked | None]:
         if isinstance(step, Signal):
             self.publish(rank, seq, step.value + step.stride * turn)
         elif isinstance(step, Wait):
@@ -335,22 +335,22 @@ class _Machine:
         clocks.append(self.clock[rank].copy())
         self.clock[rank, rank] += 1
 
-    def wait(self, rank: int, seq: int, who: int, value: int) -> Iterator[_Wait | None]:
+    def wait(self, rank: int, seq: int, who: int, value: int) -> Iterator[Blocked | None]:
         import numpy as np
 
         peers = [r for r in range(self.world) if r != rank] if who == ALL else [who]
         target = seq * MAX_SIGNALS + value
-        yield _Wait([(peer, target) for peer in peers])
+        yield Blocked([(peer, target) for peer in peers])
         for peer in peers:
             # what the signal promises, not what the peer happens to have done by now
             progress, clocks = self.history[peer]
             promised = clocks[bisect_left(progress, target)]
             self.clock[rank] = np.maximum(self.clock[rank], promised)
 
-    def ready(self, rank: int, wait: _Wait | None) -> bool:
+    def ready(self, rank: int, wait: Blocked | None) -> bool:
         return wait is None or all(self.history[p][0] and self.history[p][0][-1] >= t for p, t in wait.wants)
 
-    def stuck(self, waits: dict[int, _Wait | None]) -> DeadlockError:
+    def stuck(self, waits: dict[int, Blocked | None]) -> DeadlockError:
         lines = []
         for rank, wait in waits.items():
             for peer, target in wait.wants if wait else ():
@@ -397,15 +397,15 @@ def run(
     ``schedule``: a seed for random interleavings, "round-robin", "slowest R" (rank R moves only when no other can),
     "stalled R" (the same, after its first step) or "fastest R". Raises RaceError, DeadlockError or PlanError, naming
     rank, step, space and range."""
-    machine = _Machine(plans, tensors, stage_bytes, reduce)
+    machine = Machine(plans, tensors, stage_bytes, reduce)
     play_all(machine, schedule)
     return machine.results
 
 
-def play_all(machine: _Machine, schedule: int | str) -> None:
+def play_all(machine: Machine, schedule: int | str) -> None:
     pick = _picker(schedule)
     ranks = {rank: machine.play(rank) for rank in range(machine.world)}
-    waits: dict[int, _Wait | None] = {rank: None for rank in ranks}
+    waits: dict[int, Blocked | None] = {rank: None for rank in ranks}
     while waits:
         ready = [rank for rank, wait in waits.items() if machine.ready(rank, wait)]
         if not ready:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from symcomm.collectives.interpret import Buffer, PlanError, Tensors, _Machine, _Wait, add, play_all
+from symcomm.collectives.interpret import Blocked, Buffer, Machine, PlanError, Tensors, add, play_all
 from symcomm.collectives.plan import MAX_SIGNALS, Copy, Loop, Need, Plan, Reduce, Space
 
 
@@ -49,7 +49,7 @@ class Outcome:
 
 
 @dataclass
-class _Leaving(_Wait):
+class _Leaving(Blocked):
     """Waits until all ranks that have arrived at the operation are through."""
 
     seq: int = 0
@@ -62,7 +62,7 @@ def writes_outputs(plan: Plan) -> bool:
     return any(at.space == Space.PEER_OUT and at.index != plan.rank for at in places)
 
 
-class _FailingMachine(_Machine):
+class _FailingMachine(Machine):
     """The same machine with a failure in it."""
 
     def prepare(self, failure: Failure) -> None:
@@ -77,7 +77,7 @@ class _FailingMachine(_Machine):
 
     # one rank ------------------------------------------------------------------------------------
 
-    def play(self, rank: int) -> Iterator[_Wait | None]:
+    def play(self, rank: int) -> Iterator[Blocked | None]:
         for seq in range(1, len(self.plans) + 1):
             self.ok[seq - 1][rank] = yield from self.attempt(rank, seq)
             self.through[rank] = seq
@@ -86,7 +86,7 @@ class _FailingMachine(_Machine):
                 return
             self.give_back(rank, seq)
 
-    def attempt(self, rank: int, seq: int) -> Generator[_Wait | None, None, bool]:
+    def attempt(self, rank: int, seq: int) -> Generator[Blocked | None, None, bool]:
         """run_locked(): whether the operation succeeds."""
         if self.told[rank]:
             return False
@@ -109,10 +109,10 @@ class _FailingMachine(_Machine):
             return self.steps == self.failure.step
         return False
 
-    def block(self, rank: int, seq: int, steps: Any, part: str) -> Iterator[_Wait | None]:
+    def block(self, rank: int, seq: int, steps: Any, part: str) -> Iterator[Blocked | None]:
         if part == "direct" and writes_outputs(self.plans[seq - 1][rank]):
             if self.is_void(rank, seq):
-                yield _Wait([(rank, len(self.plans) * MAX_SIGNALS * 2)])  # never holds: the rank was told
+                yield Blocked([(rank, len(self.plans) * MAX_SIGNALS * 2)])  # never holds: the rank was told
             yield None  # it may be stopped between its look and its first write
         yield from super().block(rank, seq, steps, part)
 
@@ -120,7 +120,7 @@ class _FailingMachine(_Machine):
         """sync_is_void()"""
         return self.void[rank] <= seq
 
-    def abandon(self, rank: int, seq: int) -> Iterator[_Wait | None]:
+    def abandon(self, rank: int, seq: int) -> Iterator[Blocked | None]:
         """sync_void() and abandon(): tell all ranks, myself first, then give the caller its tensors back."""
         self.at[rank] = (f"failure of operation {seq}",)
         for n in range(self.world):
@@ -136,7 +136,7 @@ class _FailingMachine(_Machine):
                 self.returned[id(buffer.block)] = rank
                 self.values(buffer)[:] = -(10**9) - seq
 
-    def recover(self, rank: int, seq: int) -> Generator[_Wait | None, None, frozenset[int]]:
+    def recover(self, rank: int, seq: int) -> Generator[Blocked | None, None, frozenset[int]]:
         """Waits until no rank writes into my output any more. Returns the blocks that got pages of their own
         instead."""
         outputs = self.tensors[seq - 1][rank].outputs if Need.OUTPUT & self.tensors[seq - 1][rank].symmetric else ()
@@ -156,14 +156,14 @@ class _FailingMachine(_Machine):
         arrived = [r for r in others if self.history[r][0] and self.history[r][0][-1] >= seq * MAX_SIGNALS]
         return any(self.through[r] < seq for r in arrived)
 
-    def ready(self, rank: int, wait: _Wait | None) -> bool:
+    def ready(self, rank: int, wait: Blocked | None) -> bool:
         if isinstance(wait, _Leaving):
             return not self.failure.patient or not self.is_written(rank, wait.seq)
         if super().ready(rank, wait) or self.told[rank]:
             return True
         assert wait is not None
         return any(
-            self.dead[p] and not super(_FailingMachine, self).ready(rank, _Wait([(p, t)])) for p, t in wait.wants
+            self.dead[p] and not super(_FailingMachine, self).ready(rank, Blocked([(p, t)])) for p, t in wait.wants
         )
 
     # memory --------------------------------------------------------------------------------------

@@ -79,13 +79,13 @@ def _room_in(folder: Path, hierarchy: _Hierarchy, above: int, wanted: int) -> tu
     return limit - used + min(cached, used), f"{folder}/{hierarchy.limit} = {format_bytes(limit)}"
 
 
-def _cgroup_room(wanted: int = UNLIMITED) -> tuple[int, str] | None:
+def cgroup_room(wanted: int = UNLIMITED) -> tuple[int, str] | None:
     """The tightest limit of this process's control groups: (bytes left, the file that sets it)."""
     rooms = [_room_in(*group, wanted) for group in _groups(PROC, os.getpid())]
     return min((room for room in rooms if room is not None), default=None)
 
 
-def _system_room() -> tuple[int, str]:
+def system_room() -> tuple[int, str]:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024, "MemAvailable in /proc/meminfo"
@@ -99,8 +99,8 @@ def _mount_room(directory: str) -> tuple[int, str]:
 
 def check_room(nbytes: int, directory: str | None = None) -> None:
     """Raise before the kernel would kill us. ``directory`` is set if the arena is a named file there."""
-    rooms = [_system_room()]
-    if (cgroup := _cgroup_room(nbytes)) is not None:
+    rooms = [system_room()]
+    if (cgroup := cgroup_room(nbytes)) is not None:
         rooms.append(cgroup)
     if directory is not None:
         rooms.append(_mount_room(directory))

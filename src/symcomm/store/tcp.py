@@ -10,7 +10,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -100,7 +101,7 @@ class TCPStore(Store):
         self._token, self._own_token = _find_token(token)
         self._use_libuv = use_libuv
         self._lock = threading.RLock()
-        self._in_call = False  # the connection waits for an answer; see _aside()
+        self._in_call = False  # the connection waits for an answer; see _call()
         self._connection: Connection | None = None
         self._wait_before_get = not use_libuv  # see get()
         self._unanswered = ""  # the last call, if it was one that gets no answer
@@ -302,10 +303,14 @@ class TCPStore(Store):
     # --- the exchange ------------------------------------------------------------------------------
 
     def _call(self, call: str, command: int, keys: Any, body: Any, shape: str) -> Any:
-        """One frame (the command, its keys, what follows them), one answer; see _core/store/client.c."""
+        """One frame (the command, its keys, what follows them), one answer; see _core/store/client.c.
+
+        A signal handler (or a finalizer) may call while its own thread is in another call, whose answer is still under
+        way: it gets a connection of its own."""
         with self._lock:
             if self._in_call:
-                return self._aside(lambda twin: twin._call(call, command, keys, body, shape))
+                with closing(self.clone()) as twin:
+                    return twin._call(call, command, keys, body, shape)
             connection = self._connection or self._reconnect()
             try:
                 self._in_call = True
@@ -322,7 +327,8 @@ class TCPStore(Store):
         """A call whose answer is one byte once something has happened; False if it did not in time."""
         with self._lock:
             if self._in_call:
-                return self._aside(lambda twin: twin._wait_call(call, command, keys, body, seconds))
+                with closing(self.clone()) as twin:
+                    return twin._wait_call(call, command, keys, body, seconds)
             connection = self._connection or self._reconnect()
             try:
                 self._in_call = True
@@ -339,15 +345,6 @@ class TCPStore(Store):
                 raise self._explain(call, keys, error) from None
             finally:
                 self._in_call = False
-
-    def _aside(self, step: Callable[[TCPStore], Any]) -> Any:
-        """A call by a signal handler (or a finalizer) while its own thread is in another one, whose answer is still
-        under way: it gets a connection of its own."""
-        twin = self.clone()
-        try:
-            return step(twin)
-        finally:
-            twin.close()
 
     def _explain(self, call: str, keys: Any, error: BaseException) -> BaseException:
         if isinstance(error, TypeError | UnicodeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from symcomm.errors import format_seconds
@@ -42,15 +42,17 @@ class PathCounts:
     inline: int = 0  # in the thread that called
     queued: int = 0  # in the group's own thread
 
+    def add(self, op: Operation) -> None:
+        for name in (op.way, op.thread):
+            setattr(self, name, getattr(self, name) + 1)
+
 
 def count_ways(trace: Trace) -> list[PathCounts]:
     found: dict[str, PathCounts] = {}
     for operations in trace.operations().values():
         for op in operations:
             if op.way:  # which torch's own dumps do not tell
-                counts = found.setdefault(op.group, PathCounts(op.group)).__dict__
-                counts[op.way] += 1
-                counts[op.thread] += 1
+                found.setdefault(op.group, PathCounts(op.group)).add(op)
     return [ways for _, ways in sorted(found.items())]
 
 
@@ -58,13 +60,13 @@ def as_data(trace: Trace) -> dict[str, Any]:
     """Everything, for programs."""
     verdict = judge(trace)
     return {
-        "verdict": verdict.__dict__,
+        "verdict": asdict(verdict),
         "problems": trace.problems,
         "last": [
             {"group": group, "rank": rank, "operation": op.to_dict() if op else None}
             for group, rank, op in last_operations(trace)
         ],
-        "ways": [ways.__dict__ for ways in count_ways(trace)],
+        "ways": [asdict(ways) for ways in count_ways(trace)],
         "stragglers": [row.to_dict() for row in stragglers(trace)],
         "ranks": {str(rank): one.to_dict() for rank, one in sorted(trace.ranks.items())},
     }

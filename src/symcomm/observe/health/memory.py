@@ -11,7 +11,7 @@ from pathlib import Path
 
 from symcomm.collectives.limits import NO_BYTES
 from symcomm.group import calibration
-from symcomm.memory.limits import _cgroup_room, _system_room, format_bytes
+from symcomm.memory.limits import cgroup_room, format_bytes, system_room
 from symcomm.observe.health import FAIL, OK, WARN, Finding
 
 LITTLE = 1 << 30
@@ -19,7 +19,7 @@ SHM_LITTLE = 1 << 30
 
 
 def free_memory() -> Finding:
-    room, says = min([_system_room(), *filter(None, [_cgroup_room()])])
+    room, says = min([system_room(), *filter(None, [cgroup_room()])])
     found = f"{format_bytes(room)} left ({says})"
     if room >= LITTLE:
         return Finding("memory", OK, found)

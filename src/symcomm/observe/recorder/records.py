@@ -51,6 +51,13 @@ class Operation:
     def to_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)  # all plain values; asdict() would copy each of them
 
+    def changed(self, **facts: Any) -> Operation:
+        """A copy with other values. (dataclasses.replace() takes three times as long, and a page has 1,000 ranks.)"""
+        copy = object.__new__(Operation)
+        copy.__dict__.update(self.__dict__)
+        copy.__dict__.update(facts)
+        return copy
+
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Operation:
         return cls(**{**facts, "ranks": tuple(facts["ranks"])})

@@ -159,12 +159,12 @@ class Connection(HttpSession):
 
     @classmethod
     def _answer(cls, request: Request) -> Response:
-        response = Response()
         method = "GET" if request.method == "HEAD" else request.method
         known = routes().get((method, request.path))
         if known is not None:
-            cls._call_route(known.answer, request, response)
-        elif method == "GET" and request.path == "/":
+            return cls._call_route(known.answer, request)
+        response = Response()
+        if method == "GET" and request.path == "/":
             response.set_content(PAGE, "text/html")
         elif method == "GET" and request.path == "/handler/":
             response.set_json(get_handler_names())
@@ -192,7 +192,8 @@ class Connection(HttpSession):
             response.set_status(500)
 
     @staticmethod
-    def _call_route(answer: Any, request: Request, response: Response) -> None:
+    def _call_route(answer: Any, request: Request) -> Response:
+        response = Response()
         try:
             value = answer(request)
         except CallerError as error:
@@ -201,6 +202,6 @@ class Connection(HttpSession):
             response.set_json({"error": f"{type(error).__name__}: {error}"}, 500)
         else:
             if isinstance(value, Response):
-                response.__dict__.update(value.__dict__)
-            else:
-                response.set_json(value)
+                return value
+            response.set_json(value)
+        return response
