@@ -9,8 +9,6 @@ import resource
 import shutil
 from pathlib import Path
 
-from symcomm.collectives.limits import NO_BYTES
-from symcomm.group import calibration
 from symcomm.memory.limits import cgroup_room, format_bytes, system_room
 from symcomm.observe.health import FAIL, OK, WARN, Finding
 
@@ -107,6 +105,8 @@ def ptrace_scope() -> Finding:
 
 def attach_sizes() -> list[Finding]:
     """The sizes from which on ranks read each other's ordinary tensors by system call."""
+    from symcomm.group import calibration  # needs the core: where that is missing, this check is the one to say so
+
     found = []
     for where, sizes in calibration.load().items():
         told = [
@@ -118,6 +118,8 @@ def attach_sizes() -> list[Finding]:
 
 
 def _size(nbytes: int) -> str:
+    from symcomm.collectives.limits import NO_BYTES
+
     return "never" if nbytes == NO_BYTES else f"from {format_bytes(nbytes)} on"
 
 
