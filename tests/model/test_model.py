@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.model import (
-    admitting,
     agreeing,
     attaching,
     copying,
@@ -33,7 +32,7 @@ from tests.model.weak import Weak
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-MODULES = [admitting, agreeing, attaching, copying, deciding, giving_up, leaving, refusing, sleeping, voiding]
+MODULES = [agreeing, attaching, copying, deciding, giving_up, leaving, refusing, sleeping, voiding]
 
 
 @pytest.mark.parametrize("make", suite.QUICK, ids=lambda make: make().name)
