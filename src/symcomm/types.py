@@ -216,6 +216,8 @@ class ReduceOp(metaclass=_ReduceOpMeta):
         return ReduceOp(self._op, factor=self._factor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReduceOp:
+        if not isinstance(memo, dict):
+            raise errors.wrong_type("ReduceOp.__deepcopy__", "memo", memo, "a dict")
         return ReduceOp(self._op, factor=copy.deepcopy(self._factor, memo))
 
     def __repr__(self) -> str:

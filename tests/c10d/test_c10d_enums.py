@@ -116,6 +116,7 @@ def test_one_level_for_both():
 SMALL = """
 R.SUM.__getstate__() | R(R.MAX).__getstate__() | m._make_nccl_premul_sum(2.0).__getstate__()
 R(R.SUM).__setstate__((4, None)) | R(R.MAX).__copy__().op | R(R.MAX).__deepcopy__({}).op
+R(R.MAX).__deepcopy__(3) | R(R.MAX).__deepcopy__(None)
 copy.copy(m._make_nccl_premul_sum(2.0)).__getstate__()
 copy.deepcopy(m._make_nccl_premul_sum(torch.ones(1))).__getstate__()
 pickle.loads(pickle.dumps(R(R.MAX))).op | isinstance(R.SUM, R) | isinstance(R(R.SUM), R)

@@ -135,6 +135,23 @@ def test_a_group_stays_in_its_process():
     threads(body, 1)
 
 
+@pytest.mark.parametrize("text", ["x" * 100_000, b"x" * 100_000])
+def test_text_is_no_list_of_tensors(text):
+    """It is refused as a whole, however long it is, and not letter by letter."""
+
+    def body(g: ProcessGroup) -> None:
+        calls = {
+            "all_reduce_coalesced: tensors": lambda: g.all_reduce_coalesced(text),
+            "all_gather_coalesced: outputs": lambda: g.all_gather_coalesced(text, text),
+            "reduce_scatter_coalesced: outputs": lambda: g.reduce_scatter_coalesced(text, text),
+        }
+        for words, call in calls.items():
+            with pytest.raises(errors.WrongTypeError, match=f"{words} must be a list of tensors, got"):
+                call()
+
+    threads(body, 1)
+
+
 def test_repr_timeout_and_sequence_number():
     def rank(g: ProcessGroup) -> None:
         assert repr(g) == f"<ProcessGroup 'world': rank {g.rank} of 2>"

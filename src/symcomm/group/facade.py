@@ -8,6 +8,7 @@ hosts (symcomm.hierarchical), or on a GPU's streams (symcomm.cuda). Messages go 
 from __future__ import annotations
 
 import array
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -356,10 +357,10 @@ class GroupCalls:
 def _listed(call: str, name: str, tensors: Any) -> Sequence[Any]:
     if isinstance(tensors, (list, tuple)):
         return tensors
-    try:
-        return list(tensors)
-    except TypeError:
-        raise errors.wrong_type(call, name, tensors, "a list of tensors") from None
+    if not isinstance(tensors, (str, bytes, bytearray)):
+        with contextlib.suppress(TypeError):
+            return list(tensors)
+    raise errors.wrong_type(call, name, tensors, "a list of tensors")
 
 
 def _pairs(call: str, outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
