@@ -13,8 +13,8 @@ import torch
 
 import symcomm
 from symcomm.group import registry
-from symcomm.group.handles import Handle
 from symcomm.group.reconfigure import ReconfigurableGroup
+from symcomm.membership.handles import Handle
 from tests.support.ranks import returned
 from tests.support.reconfigure_ranks import WAIT, Party, expected, failure, run_parties
 

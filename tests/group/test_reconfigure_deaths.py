@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from symcomm import errors
-from symcomm.group.reconfigure import Reconfiguration
+from symcomm.membership.replicated_round import Reconfiguration
 from symcomm.memory import share
 from tests.support.ranks import die, returned
 from tests.support.reconfigure_ranks import (

@@ -19,9 +19,9 @@ import torch
 
 from symcomm import errors
 from symcomm.group import grow as growing
-from symcomm.group import reconfigure
 from symcomm.group.default import join_ranks
 from symcomm.group.factory import make_group
+from symcomm.membership import replicated_round
 from symcomm.memory import share
 from symcomm.store import FileStore
 from tests.support.elastic_ranks import ElasticRanks
@@ -69,7 +69,7 @@ def wake(pid: int) -> None:
 
 def stopped(party: Party, victim: int, step: Callable, size: int) -> tuple:
     """``victim`` stops at ``step``, and goes on when the others have given up; then all of them try again."""
-    reconfigure.REPLICA_SECONDS = 0.5  # for one that is stopped to answer
+    replicated_round.REPLICA_SECONDS = 0.5  # for one that is stopped to answer
     everybody = list(range(size))
     others = [me for me in everybody if me != victim]
     if party.me == victim:

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import symcomm
-from symcomm.group.grow import NewcomerProcess, _join_request
 from symcomm.group.p2p import Message
 from symcomm.hierarchical.control_channel import ControlChannel
+from symcomm.membership.newcomers import NewcomerProcess, join_request
 from symcomm.types import RedOpType
 
 
@@ -330,7 +330,7 @@ def test_messages_of_many_threads_and_a_batch_to_everybody() -> None:
 
 def test_requests_of_other_hosts_are_not_looked_up_here() -> None:
     """The first process namespace has the same number on every host."""
-    here = _join_request(None)
+    here = join_request(None)
     nobody = {**here, "pid": 2**22 + 1}
     assert not NewcomerProcess(here).is_dead() and NewcomerProcess(nobody).is_dead()
     assert not NewcomerProcess({**nobody, "names": "another-boot " + here["names"].split()[1]}).is_dead()

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.model import agreeing, attaching, copying, deciding, giving_up, leaving, refusing, sleeping, voiding
+from tests.model import (
+    admitting,
+    agreeing,
+    attaching,
+    copying,
+    deciding,
+    giving_up,
+    leaving,
+    refusing,
+    sleeping,
+    voiding,
+)
 from tests.model.explorer import Model
 
 Maker = Callable[..., Model]
@@ -40,6 +51,9 @@ QUICK: list[Callable[[], Model]] = [
     lambda: agreeing.agreement(calls=(1, 1), deaths=1, interrupts=True, coarse=False),
     lambda: agreeing.agreement(calls=(2, 2)),
     lambda: agreeing.agreement(hurried=()),
+    lambda: admitting.admission(deaths=2),
+    lambda: admitting.admission(cut=(0,)),
+    lambda: admitting.admission(verdicts=("go", "go"), cut=(0, 1)),
     lambda: deciding.deciding(world=2),
     lambda: deciding.deciding(ballots=(((1, 0),), ((2, 1),))),
 ]
@@ -85,6 +99,8 @@ MUTANTS: list[tuple[dict[str, str], list[Maker]]] = [
         lambda without: agreeing.agreement(without, calls=(2, 2), hurried=()),
         lambda without: agreeing.agreement(without, calls=(2, 1)),
     ]),
+    (admitting.MUTANTS, [lambda without: admitting.admission(without, deaths=1)]),
+    (admitting.CUT_MUTANTS, [lambda without: admitting.admission(without, ("go", "go"), cut=(0,))]),
     (deciding.MUTANTS, [lambda without: deciding.deciding(without, world=2)]),
 ]  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.model import (
+    admitting,
     agreeing,
     attaching,
     copying,
@@ -32,7 +33,7 @@ from tests.model.weak import Weak
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-MODULES = [agreeing, attaching, copying, deciding, giving_up, leaving, refusing, sleeping, voiding]
+MODULES = [admitting, agreeing, attaching, copying, deciding, giving_up, leaving, refusing, sleeping, voiding]
 
 
 @pytest.mark.parametrize("make", suite.QUICK, ids=lambda make: make().name)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from symcomm import errors
-from symcomm.group.reconfigure import ReconfigurableGroup, Reconfiguration
+from symcomm.group.reconfigure import ReconfigurableGroup
 from symcomm.hierarchical.engines.torch_engine import GlooEngine
+from symcomm.membership.replicated_round import Reconfiguration
 from symcomm.memory import share
 from tests.support.elastic_ranks import ElasticRanks
 

@@ -46,9 +46,6 @@ class Unsupported(Exception):
     """This side has no such call, dtype or operation."""
 
 
-# --- values ------------------------------------------------------------------------------------------------------
-
-
 PART = 1 << 18  # elements of a result that are compared at once: what stays in a cache
 PERIOD = 10  # of the values of all ranks, and of what becomes of them
 
@@ -94,9 +91,6 @@ def expected(np: Any, rank: int, case: SimpleNamespace) -> Any:
     if (name in ("p2p", "put_signal") and rank < 2) or (name == "put" and rank == 1):
         return values(np, 1 - rank, 0, n, case.op)
     return None
-
-
-# --- the sides ---------------------------------------------------------------------------------------------------
 
 
 class TorchSide:
@@ -387,9 +381,6 @@ def ping_pong(rank: int, send: Callable[..., Any], recv: Callable[..., Any]) -> 
     return ping if rank == 0 else pong if rank == 1 else nothing
 
 
-# --- one case ----------------------------------------------------------------------------------------------------
-
-
 class Bench:
     """Tensors and call of one case on one side."""
 
@@ -508,9 +499,6 @@ class Bench:
         """Every rank does so."""
         if self.case.collective in ONE_SIDED:
             self.side.close_window(self.case)
-
-
-# --- the loop ----------------------------------------------------------------------------------------------------
 
 
 def die_with(connection: socket.socket) -> None:

@@ -52,7 +52,7 @@ def top(
     job: Annotated[str | None, argument("JOB", "A pid of the job (rank or launcher) or its --tag.")] = None,
     server: Annotated[
         str | None,
-        option("--server", "ADDRESS", "A job on any hosts, by any of its ranks' servers; SYMCOMM_TOKEN is the job's."),
+        option("--server", "ADDRESS", "Any rank's server, for a job on any hosts; needs the job's SYMCOMM_TOKEN."),
     ] = None,
     port: Annotated[int, option("--port", "N", "Port of the page; 0: any free one.")] = 0,
     host: Annotated[str, option("--host", "ADDRESS", "Where to listen.")] = "127.0.0.1",
@@ -63,8 +63,8 @@ def top(
         bool, flag("--spans", "Also send OpenTelemetry spans, to where OTEL_EXPORTER_OTLP_ENDPOINT says.")
     ] = False,
     simulate: Annotated[int | None, option("--simulate", "N", "Show a made-up job of N ranks.")] = None,
-    straggler: Annotated[int | None, option("--straggler", "RANK", "Of the made-up job: slow.")] = None,
-    stuck: Annotated[int | None, option("--stuck", "RANK", "Of the made-up job: stops for good.")] = None,
+    straggler: Annotated[int | None, option("--straggler", "RANK", "Make this rank of the made-up job slow.")] = None,
+    stuck: Annotated[int | None, option("--stuck", "RANK", "Make this rank of the made-up job stop for good.")] = None,
 ) -> None:
     """Watch a running job: ranks, timeline, stragglers, speed, and what is stuck.
 

@@ -293,7 +293,7 @@ class CudaSend:
     """A send: it never waits for its receiver, since the bytes are copied away in the order of the stream."""
 
     seconds: float | None = 0.0
-    _error: BaseException | None = None
+    stream = error = None
 
     def __init__(self, failures: CudaFailures, tensor: Any, copied: Any, device: int):
         self._failures = failures

@@ -21,6 +21,7 @@ class StreamWork(Outcome):
     """What goes into a stream. Peers' memory may be overwritten once one of them has failed. So a work is valid if the
     GPU was done with it and nobody had failed when that was checked afterwards."""
 
+    stream: Any = None  # which it is in
     _event: Any = None  # comes behind all of it in the stream
     _error: BaseException | None = None
     _is_valid = False
@@ -31,6 +32,11 @@ class StreamWork(Outcome):
     def is_queued(self) -> bool:
         """Whether it is in a stream."""
         return self._event is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it has no result, as far as is known; ``exception()`` looks."""
+        return self._error
 
     def has_passed(self) -> bool:
         """Whether the GPU is done with it."""
@@ -92,7 +98,6 @@ class CudaWork(StreamWork):
         self._started = time.monotonic()
         self.seconds: float | None = None
         self.request: Any = None
-        self._stream: Any = None
         self._lock = threading.Lock()
         self._queued = threading.Event()  # everything is in the stream, or it failed
         self.callbacks: list[Callable[[], None]] = []
@@ -100,7 +105,7 @@ class CudaWork(StreamWork):
     def settle(self, error: BaseException | None, event: Any = None, stream: Any = None) -> None:
         """Runs once, when the operation has been put into its stream, or has failed before."""
         with self._lock:
-            self._error, self._event, self._stream = error, event, stream
+            self._error, self._event, self.stream = error, event, stream
             self._queued.set()
             callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
@@ -201,7 +206,7 @@ class CudaWork(StreamWork):
             if self._error is not None:
                 future.set_exception(self._error)
                 return
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self.stream):
                 future.set_result(list(self.results))
 
         self.when_queued(complete)

@@ -16,8 +16,8 @@ work.py           operations that run while the caller goes on; watcher.py runs 
 chains.py         a call together with the callbacks of its works
 inline_async.py   whether such an operation may run in its caller's thread
 shrink.py         the group of those who go on, as membership/ decides
-grow.py           how newcomers join
-reconfigure.py    ReconfigurableGroup: members named anew each time; handles.py has their names
+grow.py           the group with newcomers in it
+reconfigure.py    ReconfigurableGroup: members named anew each time
 registry.py       groups by name
 hooks.py          events for observers
 call_hooks.py     hooks around calls, by interception.py; hook_classes.py has some that are ready to use

@@ -1,34 +1,18 @@
-"""How a group admits newcomers between two steps. They find each other in the store.
+"""How a group admits newcomers between two steps.
 
-A process that wants to join draws a ticket, leaves a request and waits for an answer. The members' first rank reads the
-requests and opens a *round*: it tells the members through the group they have, and the newcomers through the store. The
-participants of a round build the new group together; each reports when it has. Then the round gets its verdict, by one
-atomic step in the store: a rank that has heard from all says "go", one that met a failure or ran out of time says why
-not, and the first value holds for everybody. Members also tell each other through the group they have, in case some
-lost the store; one that cannot know the verdict goes on in neither group. So members never disagree about which group
-they are in, whoever dies meanwhile, and however. After any verdict but "go" the members keep the group they had, and
-newcomers that are still alive draw another ticket.
-
-In the store, below ``grow/<name of the group>``::
-
-    tickets            how many were drawn
-    request/T, answer/T   who drew ticket T; the round it is invited to, or that it was cancelled
-    rounds             how many there were
-    N/1/i, N/2/i ...   in round N: what number i told the others, first, second ...
-    N/verdict          "go", or why not
-    closed             why there is nothing to join any more
-"""
+The members' first rank reads the requests (membership/newcomers.py) and opens a round (membership/admission.py): it
+tells the members through the group they have, and the newcomers through the store. Members also tell each other the
+verdict through the group they have, in case some lost the store; one that cannot know it goes on in neither group. So
+members never disagree about which group they are in, whoever dies meanwhile, and however. After any verdict but "go"
+they keep the group they had, and newcomers that are still alive draw another ticket."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
-import os
-import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -36,188 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm.collectives.select import Limits
-from symcomm.errors import format_ranks, format_seconds
+from symcomm.errors import format_ranks
 from symcomm.group import hooks
 from symcomm.group.work import to_ns
-from symcomm.memory.hosts import boot_id
-from symcomm.memory.share import OthersShortage
-from symcomm.store.prefix import PrefixStore
+from symcomm.membership.admission import GO, Round, polls
+from symcomm.membership.newcomers import JoinQueue, NewcomerProcess, join_request
 
 if TYPE_CHECKING:
     from symcomm.group.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
-GO = "go"
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-POLL_FIRST, POLL_LAST = 0.001, 0.02  # seconds between two polls of the store
-
-
-def _polls(seconds: float) -> Iterator[None]:
-    """Yields with growing pauses until the time is up; at least once."""
-    end, pause = time.monotonic() + seconds, POLL_FIRST
-    yield
-    while (left := end - time.monotonic()) > 0:
-        time.sleep(min(pause, left))
-        pause = min(pause * 1.5, POLL_LAST)
-        yield
-
-
-# --- newcomers' processes --------------------------------------------------------------------------
-
-
-def _started(pid: int) -> str:
-    """When a process started: with its pid, that identifies it for ever."""
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[19]
-
-
-def _join_request(rank: int | None) -> dict[str, Any]:
-    pid = os.getpid()
-    return {"pid": pid, "started": _started(pid), "names": _pid_namespace(), "rank": rank}
-
-
-def _pid_namespace() -> str:
-    """Where a pid means the same: in one pid namespace of one machine, since it was booted."""
-    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
-
-
-class NewcomerProcess:
-    """Whether the process behind a request is still alive, where its pid means something to us."""
-
-    def __init__(self, request: dict[str, Any]):
-        self.pid = request["pid"]
-        self.dead = False
-        self._fd: int | None = None
-        if request["names"] != _pid_namespace():
-            return  # in another container, or on another host: only the deadline will tell
-        try:
-            self.dead = _started(self.pid) != request["started"]
-            self._fd = os.pidfd_open(self.pid)
-            self.dead = self.dead or self._ended()
-        except OSError as error:
-            self.dead = error.errno not in NO_DESCRIPTOR  # else it may live, and only the deadline will tell
-
-    def _ended(self) -> bool:
-        if self._fd is None:
-            return False
-        poll = select.poll()  # its number may be beyond what select() knows
-        poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def is_dead(self) -> bool:
-        """Whether it is dead."""
-        self.dead = self.dead or self._ended()
-        return self.dead
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-
-
-# --- rounds and requests ---------------------------------------------------------------------------
-
-
-class Round:
-    """Participant ``index`` of ``size`` that build a group. ``find_failure`` returns what is known to be wrong, or
-    ""."""
-
-    def __init__(self, store: Any, index: int, size: int, seconds: float, find_failure: Callable[[], str] = str):
-        self._store, self.index, self.size, self.seconds = store, index, size, seconds
-        self._end = time.monotonic() + seconds
-        self._find_failure = find_failure
-        self._turn = 0
-        self.own_error: BaseException | None = None  # why this participant cannot go on, where that is its own fault
-
-    def exchange(self, item: bytes) -> list[bytes]:
-        """All-gather bytes; raises RankFailedError as soon as the round cannot succeed any more."""
-        self._turn += 1
-        keys = [f"{self._turn}/{i}" for i in range(self.size)]
-        self._store.set(keys[self.index], b"." + item)
-        for _ in _polls(self._end - time.monotonic()):
-            if self._store.check(keys):
-                break
-            self.check()
-        else:
-            if missing := [i for i, key in enumerate(keys) if not self._store.check([key])]:
-                raise self.late(missing)
-        return [value[1:] for value in self._store.multi_get(keys)]
-
-    def __call__(self, item: bytes) -> list[bytes]:
-        return self.exchange(item)
-
-    def check(self) -> None:
-        """Raise if the round cannot succeed any more."""
-        why = bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else self._find_failure()
-        if why and why != GO:  # what was missing has come meanwhile
-            raise self.to_error(why)
-
-    def late(self, missing: Sequence[int]) -> errors.SymcommError:
-        return errors.RankFailedError(
-            f"{format_ranks(missing)} of the new ranks did not come within {format_seconds(self.seconds)}"
-        )
-
-    def to_error(self, verdict: str) -> errors.SymcommError:
-        return errors.RankFailedError(verdict)
-
-    def to_verdict(self, error: BaseException) -> str:
-        """The inverse of to_error()."""
-        return str(error)
-
-    def _clean_up(self) -> None:
-        """All have built theirs, so nobody reads the earlier keys any more; some of them are secret."""
-        for turn in range(1, self._turn):
-            with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
-                self._store.delete_key(f"{turn}/{self.index}")
-
-    def left(self) -> float:
-        return max(0.001, self._end - time.monotonic())
-
-    def decide(self, verdict: str) -> str:
-        """The verdict that holds for everybody: this one, unless another came first."""
-        return bytes(self._store.compare_set("verdict", "", verdict)).decode()
-
-    def build(self, make: Callable[[Round], Any]) -> Any:
-        """What ``make(self)`` builds with all others; None with the verdict in ``why`` when the round failed."""
-        built, self.why = None, GO
-        try:
-            built = make(self)
-            self.exchange(b"built")
-        except (errors.SymcommError, OSError, MemoryError) as error:
-            self.why = self.to_verdict(self._blame_self(error))
-        except BaseException as error:
-            why = f"{self.describe(self.index)} was interrupted ({str(error) or type(error).__name__})"
-            self.decide(self.to_verdict(errors.RankFailedError(why, [self.index])))
-            self._drop(built)
-            raise
-        try:
-            self.why = self.settle(self.why)
-        except BaseException:
-            self._drop(built)
-            raise
-        if self.why == GO:
-            self._clean_up()
-            return built
-        self._drop(built)
-        return None
-
-    def describe(self, index: int) -> str:
-        """A participant, in words."""
-        return f"rank {index} of the new group (pid {os.getpid()})"
-
-    def _blame_self(self, error: BaseException) -> BaseException:
-        """What only this participant can know has to name it: the others will read it."""
-        if isinstance(error, (errors.PeerError, errors.DeadlineError, errors.CallerError, OthersShortage)):
-            return error
-        self.own_error = error
-        return errors.ResourceError(f"{self.describe(self.index)} gave up: {str(error) or type(error).__name__}")
-
-    def settle(self, verdict: str) -> str:
-        """The verdict that holds for everybody. Raises where this rank cannot know it: then it has neither group."""
-        return self.decide(verdict)
-
-    def _drop(self, built: Any) -> None:
-        if built is not None:
-            built.leave()
 
 
 class MembersRound(Round):
@@ -246,52 +58,6 @@ class MembersRound(Round):
                 [self.index],
             ) from error
         return next((word.decode() for word in told if word), "the store was lost while they joined")
-
-
-class JoinQueue:
-    """The requests to join a group, and their answers, in a store."""
-
-    def __init__(self, store: Any, name: str):
-        self.store = PrefixStore(f"grow/{name}", store)
-        self._first = 1  # all tickets before are answered
-
-    def round_store(self, number: int) -> PrefixStore:
-        """The part of the store that belongs to a round."""
-        return PrefixStore(str(number), self.store)
-
-    # -- a newcomer's side
-
-    def request_to_join(self, request: dict[str, Any]) -> int:
-        ticket = self.store.add("tickets", 1)
-        self.store.set(f"request/{ticket}", json.dumps(request))
-        return ticket
-
-    def answer(self, ticket: int) -> dict[str, Any] | None:
-        """The invitation, once there is one."""
-        if self.store.check([f"answer/{ticket}"]):
-            return json.loads(self.store.get(f"answer/{ticket}"))
-        if self.store.check(["closed"]):
-            raise errors.GroupUnusableError(f"join: {bytes(self.store.get('closed')).decode()}.")
-        return None
-
-    def settle(self, ticket: int, answer: dict[str, Any]) -> bool:
-        """Answer a ticket; False when that was done before."""
-        text = json.dumps(answer)
-        return bytes(self.store.compare_set(f"answer/{ticket}", "", text)).decode() == text
-
-    # -- the members' side
-
-    def waiting(self) -> dict[int, dict[str, Any]]:
-        """Requests by ticket, of those that were not answered yet."""
-        drawn = self.store.add("tickets", 0)
-        found: dict[int, dict[str, Any]] = {}
-        for ticket in range(self._first, drawn + 1):
-            if self.store.check([f"answer/{ticket}"]):
-                if ticket == self._first:
-                    self._first += 1
-            elif self.store.check([f"request/{ticket}"]):  # else it is being written
-                found[ticket] = json.loads(self.store.get(f"request/{ticket}"))
-        return found
 
 
 def join_queue_of(group: ProcessGroup) -> JoinQueue:
@@ -356,7 +122,7 @@ def _plan(
     wanted = 1 if room is None else room
     try:
         requests: dict[int, dict[str, Any]] = {}
-        for _ in _polls(wait):
+        for _ in polls(wait):
             for ticket, request in queue.waiting().items():
                 process = processes.get(ticket) or processes.setdefault(ticket, NewcomerProcess(request))
                 if process.is_dead():
@@ -457,7 +223,7 @@ def join_through(store: Any, name: str, timeout: float | timedelta, rank: int | 
     queue = JoinQueue(store, name)
     why = "the members have to call group.grow() between steps"
     while (left := end - time.monotonic()) > 0:
-        ticket = queue.request_to_join(_join_request(rank))
+        ticket = queue.request_to_join(join_request(rank))
         plan = _await_answer(queue, ticket, left)
         if plan is None or "withdrawn" in plan:
             continue
@@ -478,7 +244,7 @@ def join_through(store: Any, name: str, timeout: float | timedelta, rank: int | 
 def _await_answer(queue: JoinQueue, ticket: int, seconds: float) -> dict[str, Any] | None:
     plan = None
     try:
-        for _ in _polls(seconds):
+        for _ in polls(seconds):
             plan = queue.answer(ticket)
             if plan is not None:
                 return plan

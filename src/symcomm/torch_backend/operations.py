@@ -1,8 +1,8 @@
 """What a call of each operation hands to our group, once its arguments are checked.
 
-A function here has the name of our group's method, and is given that group, what the call was given besides tensors,
-and its tensors. It returns the method's arguments; or, for calls that our groups have no method for, what makes them.
-``running.operation`` makes TorchGroup's methods of these functions.
+Each function takes our group, what the call was given besides tensors, and its tensors. It returns the arguments of our
+group's method; or, for calls that our groups have no method for, what makes them. ``running.operation`` makes
+TorchGroup's methods of these functions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,15 @@ from symcomm.torch_backend.sparse import all_reduce_sparse
 from symcomm.torch_backend.work import DoneWork
 
 Arguments = tuple[Any, ...]
+
+
+def as_given(core: Any, given: Given, *tensors: Any) -> Arguments:
+    return tensors
+
+
+def with_redop(core: Any, given: Given, *tensors: Any) -> Arguments:
+    return *tensors, given.redop
+
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 
@@ -54,14 +63,6 @@ def reduce_scatter(core: Any, given: Given, output_tensors: Any, input_tensors: 
     return output, one_list("reduce_scatter", "inputs", input_tensors), given.redop
 
 
-def reduce_scatter_single(core: Any, given: Given, output: Any, input: Any) -> Arguments:
-    return output, input, given.redop
-
-
-def reduce_scatter_coalesced(core: Any, given: Given, outputs: Any, inputs: Any) -> Arguments:
-    return outputs, inputs, given.redop
-
-
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
@@ -82,14 +83,6 @@ def all_gather(core: Any, given: Given, output_tensors: Any, input_tensors: Any)
     # dist.all_gather takes outputs of any size. A call of the group itself takes only what torch's own groups do.
     checks.alike("all_gather", outputs[0], inputs[0], sizes=given.options is None)
     return outputs[0], inputs[0]
-
-
-def all_gather_single(core: Any, given: Given, output: Any, input: Any) -> Arguments:
-    return output, input
-
-
-def all_gather_coalesced(core: Any, given: Given, outputs: Any, inputs: Any) -> Arguments:
-    return outputs, inputs
 
 
 def all_gather_lists(core: Any, given: Given, output_lists: Any, input_list: Any) -> Arguments:
@@ -123,10 +116,3 @@ def all_to_all_single(
     args = (output, input, list(output_splits), list(input_splits))
     checks.splits(*args, core.size)
     return args
-
-
-# --- synchronisation --------------------------------------------------------------------------------------------------
-
-
-def barrier(core: Any, given: Given) -> Arguments:
-    return ()

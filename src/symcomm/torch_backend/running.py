@@ -63,13 +63,13 @@ def _dispatched(op: Op, inputs: list[Any], outputs: list[Any]) -> list[Any]:
 # --- TorchGroup's methods ---------------------------------------------------------------------------------------------
 
 
-def operation(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """TorchGroup's method for the operation whose arguments ``prepare`` (see operations.py) checks.
+def operation(name: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchGroup's method for an operation, by our name of it. ``prepare`` checks its arguments, see operations.py.
 
     A call like one before runs in the core alone, if it blocks, or if it is small and asynchronous and all ranks have
     already reached it: running that at once is faster than handing it to a thread."""
-    op = BY_NAME[prepare.__name__]
-    form = _FORMS.get(op.name, _of_two) if op.number >= 0 else _uncached
+    op = BY_NAME[name]
+    form = _FORMS.get(name, _of_two) if op.number >= 0 else _uncached
     method: Any = form(op, prepare)
     method.__name__, method.__qualname__ = op.torch, f"TorchGroup.{op.torch}"
     method.__signature__ = signature_of(op.torch)
@@ -91,9 +91,10 @@ def _in_place(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(self: Any, tensors: Any = None, opts: Any = None, *more: Any, **named: Any) -> Any:
         calls = self.calls
-        if more or named or calls.handle is None:
+        handle = calls.handle
+        if more or named or handle is None:
             return calls.run_new(op, prepare, (tensors, opts, *more), named)
-        status = calls.handle.run_cached_options(number, opts, tensors, tensors)
+        status = handle.run_cached_options(number, opts, tensors, tensors)
         return done if status == 0 else calls.go_on(op, prepare, status, (tensors, opts), opts, tensors, tensors)
 
     return call
@@ -105,7 +106,8 @@ def _of_two(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(self: Any, output: Any = None, input: Any = None, opts: Any = None, *more: Any, **named: Any) -> Any:
         calls = self.calls
-        if more or named or calls.handle is None:
+        handle = calls.handle
+        if more or named or handle is None:
             return calls.run_new(op, prepare, (output, input, opts, *more), named)
         source, target = input, output
         if nested_output:
@@ -114,7 +116,7 @@ def _of_two(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
             source = input[0] if isinstance(input, (list, tuple)) and input else None
         elif is_rooted and getattr(opts, "rootRank", None) != calls.core.rank:  # torch passes an empty output
             target = None
-        status = calls.handle.run_cached_options(number, opts, source, target)
+        status = handle.run_cached_options(number, opts, source, target)
         return done if status == 0 else calls.go_on(op, prepare, status, (output, input, opts), opts, source, target)
 
     return call
@@ -127,12 +129,13 @@ def _with_splits(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, output: Any = None, input: Any = None, output_split_sizes: Any = None, input_split_sizes: Any = None,
         opts: Any = None, *more: Any, **named: Any,
     ) -> Any:  # fmt: skip
-        calls, args = self.calls, (output, input, output_split_sizes, input_split_sizes, opts)
-        given = output_split_sizes, input_split_sizes
-        is_even = type(given[0]) is type(given[1]) is list and not (given[0] or given[1])
-        if more or named or not is_even or calls.handle is None:
+        calls = self.calls
+        handle = calls.handle
+        args = (output, input, output_split_sizes, input_split_sizes, opts)
+        are_lists = type(output_split_sizes) is type(input_split_sizes) is list
+        if more or named or handle is None or not are_lists or output_split_sizes or input_split_sizes:
             return calls.run_new(op, prepare, (*args, *more), named)
-        status = calls.handle.run_cached_options(number, opts, input, output)
+        status = handle.run_cached_options(number, opts, input, output)
         return done if status == 0 else calls.go_on(op, prepare, status, args, opts, input, output)
 
     return call
@@ -143,9 +146,10 @@ def _of_none(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(self: Any, opts: Any = None, timeout: Any = None) -> Any:
         calls = self.calls
-        if timeout is not None or calls.handle is None:
+        handle = calls.handle
+        if timeout is not None or handle is None:
             return calls.run_new(op, prepare, (opts, timeout), {})
-        status = calls.handle.run_cached_options(number, opts, None, None)
+        status = handle.run_cached_options(number, opts, None, None)
         return done if status == 0 else calls.go_on(op, prepare, status, (opts,), opts, None, None)
 
     return call

@@ -298,8 +298,8 @@ class TorchWork(_OwnWork):
 
     def _complete_in_stream(self, ended: Any) -> None:
         """Whoever waits for the future has their stream wait for the operation's."""
-        with torch.cuda.stream(getattr(self.inner, "_stream", None)):
-            ended.set_result([] if self.inner._error is not None else self._tensors)
+        with torch.cuda.stream(self.inner.stream):
+            ended.set_result([] if self.inner.error is not None else self._tensors)
 
     getFuture = get_future
 
