@@ -71,7 +71,7 @@ def test_words_without_a_gpu():
 def test_devices_that_nobody_carries(device: str, words: str):
     from symcomm.torch_backend.engines import Engines
 
-    nothing: Any = StandIn(_devices=dict)
+    nothing: Any = StandIn(backends_by_device=dict)
     with pytest.raises(errors.BadArgumentError, match=words):
         Engines(nothing).on("all_reduce", torch.device(device))
 
@@ -124,7 +124,7 @@ def test_words_count_on_beyond_32_bits():
 def test_messages_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch):
     from symcomm.torch_backend import engines
 
-    group = StandIn(core=SimpleNamespace(spans_hosts=False), _devices=lambda: {"cuda": "symcomm"})
+    group = StandIn(core=SimpleNamespace(spans_hosts=False), backends_by_device=lambda: {"cuda": "symcomm"})
     monkeypatch.setattr("symcomm.cuda.p2p.cuda_messages", lambda core, index: f"mail {index}")
     monkeypatch.setattr(engines.Engines, "_make", lambda self, call, name, kind: f"{call} by {name}")
     device = torch.device("cuda", 1)

@@ -25,18 +25,6 @@ NOT_OURS = set(
 # Modules in the place of torch's, which have its private names too.
 IN_PLACE_OF_TORCH = ("c10d/__init__.py", "comm.py")
 
-# What is still to be mended: nothing may be added.
-LEFT = {
-    "c10d/options.py": {"instance._values", "type(instance)._half"},
-    "c10d/symmetric.py": {"handle.__dict__"},
-    "compile/calibrate.py": {"cost.__dict__"},
-    "cuda/p2p.py": {"self._messages._take"},
-    "torch_backend/derived.py": {"parent._devices"},
-    "torch_backend/engines.py": {"group._devices", "self._group._devices"},
-    "torch_backend/work.py": {"w._tensors"},
-}
-
-
 def is_ours(written: str) -> bool:
     *_, owner, name = written.split(".")
     return name not in NOT_OURS and f"{owner}.{name}" not in NOT_OURS
@@ -51,7 +39,7 @@ def found_in(sources: dict[str, str]) -> dict[str, set[str]]:
 
 def test_no_file_uses_what_another_one_keeps_private():
     sources = {str(path.relative_to(SRC)): path.read_text() for path in SRC.rglob("*.py")}
-    assert found_in({name: text for name, text in sources.items() if name not in IN_PLACE_OF_TORCH}) == LEFT
+    assert found_in({name: text for name, text in sources.items() if name not in IN_PLACE_OF_TORCH}) == {}
 
 
 OTHER = """

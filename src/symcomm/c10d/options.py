@@ -46,17 +46,17 @@ class Option:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: Options | None, owner: type | None = None) -> Any:
         if instance is None:
             return self
         value = instance._values.get(self._name, self._default)
         return value.copy() if isinstance(value, (list, set, dict)) else value  # who changes a copy changes no default
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: Options, value: Any) -> None:
         if self._convert is None:
             raise AttributeError(f"{type(instance).__name__}.{self._name} is set when the object is made.")
         value = self._convert(f"{type(instance).__name__}.{self._name}", value)
-        half = getattr(type(instance)._half, self._name, None)  # of newer torch there may be more than this one has
+        half = getattr(instance._half, self._name, None)  # of newer torch there may be more than this one has
         if half is not None:
             half.__set__(instance, for_torch(value))
         instance._values[self._name] = value

@@ -65,10 +65,7 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
     def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> Any:
         """Every rank of the group calls it with its tensor. The group's name may be one of ours or of PyTorch's."""
         if _on_cpu("rendezvous", tensor):
-            handle = symm_mem.rendezvous(tensor, group_name)
-            memory = object.__new__(_SymmetricMemory)
-            memory.__dict__.update(handle.__dict__)
-            return memory
+            return symm_mem.rendezvous(tensor, group_name).as_kind(_SymmetricMemory)
         return _theirs.rendezvous(tensor, group_name)
 
     @staticmethod

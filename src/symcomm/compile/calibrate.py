@@ -152,11 +152,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = symcomm.spawn(_rank, RANKS, (f"{folder}/meet", seconds), deadline=DEADLINE)[0]
     print(f"{RANKS} ranks on {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
-    known = {**vars(cost), "PIECES_FROM": symm_reduce.PIECES_FROM}
     print(f"{'':26}{'in the code':>14}{'here':>14}")
     for name, value in found.items():
         if name != "tables":
-            print(f"{name:26}{known[name]:>14,.1f}" + (f"{value:>14,.1f}" if value is not None else f"{'never':>14}"))
+            known = getattr(symm_reduce if name == "PIECES_FROM" else cost, name)
+            print(f"{name:26}{known:>14,.1f}" + (f"{value:>14,.1f}" if value is not None else f"{'never':>14}"))
     for title, table in found["tables"].items():
         print(f"\n{title} (us)")
         for size, figure in table.items():

@@ -231,7 +231,7 @@ class CudaMessages:
         return CudaReceive(self, target, tensor, self.core.irecv(envelope, peer, tag), envelope)
 
     @devices.on_its_device
-    def _take(self, envelope: Any, source: int, target: TensorView, timeout: float) -> Any:
+    def take(self, envelope: Any, source: int, target: TensorView, timeout: float) -> Any:
         """Put the receive's copy into the current stream, behind the sender's; returns an event that follows it."""
         import torch
 
@@ -353,7 +353,7 @@ class CudaReceive(StreamWork):
                 self._queued = True
                 seconds = self._messages.core.timeout if not timeout else to_ns("wait", timeout) / 1e9
                 try:
-                    self._event = self._messages._take(self._envelope, self._message.source, self._target, seconds)
+                    self._event = self._messages.take(self._envelope, self._message.source, self._target, seconds)
                     self._failures.add(self)
                 except BaseException as error:
                     self._error = error

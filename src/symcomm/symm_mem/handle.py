@@ -58,6 +58,12 @@ class SymmetricMemory:
         self._memory = memory
         self._peer_memory = peer_memory
 
+    def as_kind(self, kind: type[SymmetricMemory]) -> SymmetricMemory:
+        """The same handle as an object of a subclass."""
+        other = object.__new__(kind)
+        SymmetricMemory.__init__(other, self.group, self._memory, self._peer_memory, self.offset)
+        return other
+
     def __repr__(self) -> str:
         return (
             f"<SymmetricMemory of {self.buffer_size} bytes, rank {self.rank} of {self.world_size} in "

@@ -22,7 +22,7 @@ def derive(parent: Any, core: ProcessGroup | None, name: str, desc: str, options
     store, lifetime = parent.get_group_store(), timedelta(seconds=core.timeout)
     group = type(parent)(store, core.rank, core.size, lifetime, name, core.global_ranks, options, core)
     group.names.desc = desc
-    group.devices_without_torch = parent._devices()
+    group.devices_without_torch = parent.backends_by_device()
     return group
 
 

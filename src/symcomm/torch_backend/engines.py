@@ -74,19 +74,19 @@ class Engines:
 
         While an engine is made, its constructor may ask the group for the engines of all devices (torch's fake backend
         does since 2.15): the one that is being made is not among them."""
-        others = {d: name for d, name in self._group._devices().items() if d not in ("cpu", self._in_making)}
+        others = {d: name for d, name in self._group.backends_by_device().items() if d not in ("cpu", self._in_making)}
         ours = ["cuda"] if others.get("cuda") == "symcomm" and torch.cuda.is_available() else []
         return [d for d, name in others.items() if name != "symcomm" and dist.is_backend_available(name)] + ours
 
     def carries(self, device_type: str) -> bool:
         """Whether the group's map names an engine for such tensors."""
-        return device_type in self._group._devices()
+        return device_type in self._group.backends_by_device()
 
     # --- CUDA tensors that are ours ---------------------------------------------------------------------------
 
     def is_ours(self, device: torch.device) -> bool:
         """Whether the group's map leaves tensors on ``device`` to us."""
-        return device.type == "cuda" and self._group._devices().get("cuda", "symcomm") == "symcomm"
+        return device.type == "cuda" and self._group.backends_by_device().get("cuda", "symcomm") == "symcomm"
 
     def ours(self, device: torch.device) -> CudaGroup | None:
         """The CudaGroup for tensors on ``device``; None where another engine carries them. All ranks ask alike."""
@@ -116,7 +116,7 @@ class Engines:
         """The group that carries tensors on ``device``."""
         made = self._made.get(device.type)
         if made is None:
-            name = self._group._devices().get(device.type, "symcomm")
+            name = self._group.backends_by_device().get(device.type, "symcomm")
             if name == "symcomm" and self._cuda == "nccl" and device.type == "cuda":
                 name = "nccl"
             if name == "symcomm":
@@ -168,7 +168,7 @@ class Engines:
         store = dist.PrefixStore(f"{group.group_name}/{device_type}/", group.get_group_store())
         maker = _MAKERS.get(name, _from_plugin)
         if not dist.is_backend_available(name):
-            wanted = ",".join(f"{device}:{backend}" for device, backend in group._devices().items())
+            wanted = ",".join(f"{device}:{backend}" for device, backend in group.backends_by_device().items())
             raise errors.CallerError(
                 f"{call}: this build of torch has no {name}, which the group's device map ({wanted}) names for "
                 f"{device_type} tensors; install a build that has it, or move the tensor with .cpu()."

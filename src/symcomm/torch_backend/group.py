@@ -361,14 +361,14 @@ class TorchGroup(PythonGroup):
 
     # --- devices and memory -----------------------------------------------------------------------------------
 
-    def _devices(self) -> dict[str, str]:
+    def backends_by_device(self) -> dict[str, str]:
         """Device type -> backend name; a group that torch does not know has the map of the one it came from."""
         return device_map(self) or self.devices_without_torch
 
     def _get_backend(self, device: Any) -> Any:
         """This group, or the engine that carries tensors on ``device``."""
         asked = torch.device(device) if isinstance(device, str) else values.device("_get_backend: device", device)
-        known = self._devices()
+        known = self.backends_by_device()
         if asked.type not in ("cpu", "cuda", *known):
             raise errors.CallerError(
                 f"No backend type associated with device type {asked.type}: this group has {', '.join(known) or 'cpu'}."

@@ -113,6 +113,11 @@ class _OwnWork(Work):
     _call = ""
     _tensors: list[Any]
 
+    @property
+    def outputs(self) -> list[Any]:
+        """Its tensors, whether it has ended or not; ``result()`` waits."""
+        return self._tensors
+
     def synchronize(self) -> None:
         self.wait()
 
@@ -319,7 +324,7 @@ class AllOf(_OwnWork):
     def __init__(self, works: Sequence[Any]):
         super().__init__()
         self._works = works
-        self._tensors = [t for w in works for t in w._tensors]
+        self._tensors = [t for w in works for t in w.outputs]
 
     @property
     def timeout(self) -> timedelta:
