@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from symcomm import errors
 from symcomm.group.default import join_ranks
+from symcomm.group.executor import LocalExecutor
 from symcomm.group.factory import make_group
-from symcomm.group.local import LocalGroup
 from symcomm.hierarchical.group import HierarchicalGroup
 from symcomm.memory import share
 from symcomm.store import FileStore, PrefixStore
@@ -201,7 +201,7 @@ def _new_group_of(group: Any, scenario: tuple) -> tuple:
     group.barrier()  # all have joined
     if group.rank == 1:
         _strike_at(
-            HierarchicalGroup if group.spans_hosts else LocalGroup,
+            HierarchicalGroup if group.spans_hosts else LocalExecutor,
             ("tell" if group.spans_hosts else "_run",),
             step,
             how,

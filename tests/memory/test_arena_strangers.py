@@ -119,7 +119,7 @@ def _connect_to_all(times: int) -> list[socket.socket]:
 @as_root
 @pytest.mark.parametrize("connections", [1, 40])
 def test_another_user_who_connects_first_is_dropped(connections, caplog, monkeypatch):
-    monkeypatch.setattr(share, "_all_mapped", lambda infos: False)  # though threads that start together know each other
+    monkeypatch.setattr(share, "all_mapped", lambda infos: False)  # though threads that start together know each other
     stranger = AnotherUser()
 
     def before(rank: int, _card: dict) -> None:

@@ -20,7 +20,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import ALGORITHMS
 from symcomm.collectives.select import Limits
-from symcomm.group import process_group
+from symcomm.group import meeting
 from symcomm.launcher.job import Job
 from symcomm.launcher.launch import launch
 from symcomm.launcher.output import Output
@@ -126,7 +126,7 @@ def test_an_arena_takes_its_pages_from_its_node():
 
 def placed(rank: int, world: int, store: str, folder: str, cores: list[int]) -> symcomm.ProcessGroup:
     numa.SYSFS = folder
-    process_group.Limits = functools.partial(Limits, node_ranks=2, node_scatter_bytes=4 * PIECE)  # type: ignore[misc,assignment]
+    meeting.Limits = functools.partial(Limits, node_ranks=2, node_scatter_bytes=4 * PIECE)  # type: ignore[misc,assignment]
     os.sched_setaffinity(0, {cores[rank]} if rank < len(cores) else set(cores))
     return symcomm.init(store=symcomm.FileStore(store, world), rank=rank, world_size=world, timeout=30)
 

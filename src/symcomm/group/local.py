@@ -20,7 +20,6 @@ from symcomm.group.meeting import Meeting, meet_again
 from symcomm.group.p2p import LocalMessages
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.refusal import settled
-from symcomm.group.shrink import shrink
 from symcomm.group.work import Timeout
 from symcomm.memory.arena import Arena, current_arena
 from symcomm.memory.share import Exchange, GroupNotBuilt
@@ -187,6 +186,8 @@ class LocalGroup(ProcessGroup):
         return LocalGroup(meet_again(ranks.index(self.rank), peers, exchange, self.plan_limits, members), name, timeout)
 
     def _shrink(self, seconds: float, exclude: Sequence[int], abort: bool, quorum: int | None) -> ProcessGroup:
+        from symcomm.group.shrink import shrink
+
         return shrink(self, seconds, exclude, abort)
 
     @property

@@ -22,12 +22,10 @@ from symcomm.group.call_hooks import GROUP_CALLS, CallHooks, HookMethods
 from symcomm.group.ephemeral import Extension
 from symcomm.group.executor import HostExecutor
 from symcomm.group.facade import GroupCalls
-from symcomm.group.grow import grow
 from symcomm.group.interception import Interception
 from symcomm.group.monitored_barrier import MonitoredBarriers
 from symcomm.group.p2p import ANY_SOURCE, Message, Messages
 from symcomm.group.refusal import Refusals
-from symcomm.group.shrink import check_excluded, check_quorum
 from symcomm.group.state import GroupState
 from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.memory.arena import Arena, Peer
@@ -395,6 +393,8 @@ class ProcessGroup(GroupCalls, HookMethods):
         not call this. Without ``abort`` operations that other ranks still have under way end first. ``quorum``: how
         many ranks of this group must be reached, where they are on several hosts; unless given it is more than half of
         them, or half of them with rank 0. With fewer it raises NoQuorumError: others may go on."""
+        from symcomm.group.shrink import check_excluded, check_quorum
+
         if self.has_left:
             raise self.unusable_error()
         check_excluded(self, exclude)
@@ -433,6 +433,8 @@ class ProcessGroup(GroupCalls, HookMethods):
         when a newcomer fails to come in within ``timeout`` seconds (it is then dropped, with a warning). The answer is
         the same on every rank. ``wait``: seconds to wait for newcomers, until there is one, or ``size`` ranks in all;
         no more than ``size`` are let in."""
+        from symcomm.group.grow import grow
+
         self.check_usable()
         with Refusals(self):
             if size is not None and (not isinstance(size, int) or size < 1):

@@ -23,7 +23,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from symcomm import __version__, errors
@@ -32,7 +32,7 @@ from symcomm.memory.hosts import alike, all_mapped, boot_id, check_versions, hos
 
 __all__ = [
     "Connected", "Deadline", "Exchange", "GroupNotBuilt", "HostArenas", "OthersShortage", "connect",
-    "named_directory", "naming_shortages",
+    "named_directory",
 ]  # fmt: skip
 
 # An all-gather of bytes, in rank order: how ranks bootstrap a group. It may have a method check(), which raises once
@@ -270,44 +270,15 @@ def _pass_descriptors(
         if isinstance(error, errors.SymcommError):
             raise
         if isinstance(error, OSError) and error.errno in SHORTAGES:
-            raise _shortage("exchange of arenas", rank, error) from error
+            raise _shortage(rank, error) from error
         deadline.await_reason()
         missing = getattr(error, "missing", [0] if rank else [])
         raise errors.deadline("exchange of arenas", deadline.seconds, missing=missing) from error
 
 
-def _shortage(what: str, rank: int, error: OSError) -> errors.ResourceError:
-    text = f"{what}: rank {rank} cannot take part: {error.strerror}"
+def _shortage(rank: int, error: OSError) -> errors.ResourceError:
+    text = f"exchange of arenas: rank {rank} cannot take part: {error.strerror}"
     return errors.ResourceError(f"{text}; {SHORTAGES[error.errno or 0]}.")
-
-
-@contextlib.contextmanager
-def naming_shortages(what: str, rank: int, needed: int = 0) -> Iterator[None]:
-    """A ResourceError for what breaks since this process has no descriptors, or no memory. ``needed``: of a library
-    that says so in other words, how many descriptors it takes."""
-    try:
-        yield
-    except errors.SymcommError:
-        raise
-    except OSError as error:
-        if error.errno not in SHORTAGES:
-            raise
-        raise _shortage(what, rank, error) from error
-    except RuntimeError as error:
-        if (reason := _lack(needed)) is None:
-            raise
-        raise _shortage(what, rank, reason) from error
-
-
-def _lack(descriptors: int) -> OSError | None:
-    """Why this process cannot have so many more, if it cannot."""
-    with contextlib.ExitStack() as stack:
-        try:
-            for _ in range(descriptors):
-                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            return error if error.errno in SHORTAGES else None
-    return None
 
 
 def _check_received(flags: int) -> None:
@@ -343,7 +314,7 @@ class _DescriptorServer:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, OSError) and error.errno in SHORTAGES:
-            error = _shortage("exchange of arenas", 0, error)
+            error = _shortage(0, error)
         for sock in self._ranks.values():
             _apologize(sock, error)
         for fd in self._descriptors.values():
@@ -444,7 +415,7 @@ def _join(rank: int, arena: Arena, infos: Sequence[dict[str, Any]], deadline: De
             peers = _receive_all(sock, infos, deadline)
         except (OSError, errors.SymcommError) as error:
             if isinstance(error, OSError) and error.errno in SHORTAGES:
-                error = _shortage("exchange of arenas", rank, error)
+                error = _shortage(rank, error)
             _apologize(sock, error)
             raise error from None
         sock.send(DONE)

@@ -141,7 +141,7 @@ class _Attempt:
     ):
         self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
         self._deadline, self._timeout, self._call = deadline, timeout, call
-        self._can_check, self._checks = check is not None, [check or _nothing_to_check]
+        self._can_check, self._check_ranks = check is not None, check or _nothing_to_check
         self._token = secrets.token_hex(TOKEN // 2)
         self._tokens: list[str] = []  # of the generation's ranks, once there is one
         self._generation = ""
@@ -232,14 +232,6 @@ class _Attempt:
             found = bytes(self._store.compare_set(self._here(rank), ABSENT, ABSENT))
             value = value if found == ABSENT.encode() else found
         return value
-
-    def add_check(self, check: Callable[[], None]) -> None:
-        """What else raises once a rank is gone: those that have met see more of each other."""
-        self._checks.append(check)
-
-    def _check_ranks(self) -> None:
-        for check in self._checks:
-            check()
 
     # --- waiting ----------------------------------------------------------------------------------------------
 

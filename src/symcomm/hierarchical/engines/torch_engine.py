@@ -22,9 +22,10 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
-from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer, in_background
+from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer
 from symcomm.hierarchical.session import job_secret
 from symcomm.hierarchical.topology import EAGER_HOST_MAX
+from symcomm.memory.share import Deadline
 from symcomm.store import TCPStore
 
 NEVER = timedelta(days=365)
@@ -105,41 +106,25 @@ class _TorchEngine(Engine):
             self.endpoint = {"address": context.address, "port": self._served.port, "token": token}
 
     def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
-        """In a thread: both the store and the engine would wait for a peer that died meanwhile."""
+        limit = timedelta(seconds=timeout)
         self._first = endpoints[0]
-        given_up = threading.Event()
-        try:
-            self._group = in_background(lambda: self._join(timedelta(seconds=timeout), given_up), timeout, self.context)
-        except queue.Empty:
-            what = f"connecting rank {self.context.rank} by {self.name.capitalize()}"
-            raise errors.deadline(what, timeout, missing=self._absent()) from None
-        finally:
-            if self._group is None:
-                given_up.set()  # what waits in the store for the others ends, with its connections
-        _connected.add(self)
-
-    def _join(self, limit: timedelta, given_up: threading.Event) -> Any:
         store = self._served or self._open_store(limit)
         store.set_timeout(limit)
-        store.set(f"connecting/{self.context.rank}", b"1")
+        given_up = threading.Event()
         self._store = _as_torch_store(store, given_up)
-        return self._make_group()
+        try:
+            self._group = self._make_group(timeout)
+        except BaseException:
+            given_up.set()  # what waits in the store for the others ends, with its connections
+            raise
+        _connected.add(self)
 
     def _open_store(self, timeout: timedelta) -> TCPStore:
         """The store that the first rank serves."""
         first = self._first
         return TCPStore(first["address"], first["port"], timeout=timeout, token=first["token"] or None, patient=False)
 
-    def _absent(self) -> list[int]:
-        """Ranks that have not begun to connect. The first one serves the store that knows, and may be the one.
-        The engine still waits in the connection that we have."""
-        try:
-            with contextlib.closing(self._open_store(timedelta(seconds=1))) as store:
-                return [r for r in range(self.context.size) if not store.check([f"connecting/{r}"])]
-        except RuntimeError:
-            return [0]
-
-    def _make_group(self) -> Any:
+    def _make_group(self, timeout: float) -> Any:
         raise AssertionError("made by the engines below")
 
     def start(
@@ -233,14 +218,41 @@ class GlooEngine(_TorchEngine):
 
         return "" if dist.is_available() and dist.is_gloo_available() else "this build of torch has no Gloo"
 
-    def _make_group(self) -> Any:
+    def _make_group(self, timeout: float) -> Any:
+        """In a thread, which is left behind where a peer dies meanwhile: Gloo would wait for that peer for ever."""
         from torch._C._distributed_c10d import ProcessGroupGloo
 
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = NEVER
         options._devices = [gloo.create_device(hostname=self.context.address)]
-        return gloo(self._store, self.context.rank, self.context.size, options)
+        made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._store.set(f"connecting/{self.context.rank}", b"1")
+
+        def make() -> None:
+            try:
+                made.put(gloo(self._store, self.context.rank, self.context.size, options))
+            except Exception as error:
+                made.put(error)
+
+        threading.Thread(target=make, name="symcomm-connect", daemon=True).start()
+        try:
+            found = Deadline(timeout, self.context.check).get(made)
+        except queue.Empty:
+            what = f"connecting rank {self.context.rank} by Gloo"
+            raise errors.deadline(what, timeout, missing=self._absent()) from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _absent(self) -> list[int]:
+        """Ranks that have not begun to connect. The first one serves the store that knows, and may be the one.
+        Gloo still waits in the connection that we have."""
+        try:
+            with contextlib.closing(self._open_store(timedelta(seconds=1))) as store:
+                return [r for r in range(self.context.size) if not store.check([f"connecting/{r}"])]
+        except RuntimeError:
+            return [0]
 
     def expect(self, moves: Sequence[Move]) -> Expected:
         expected = Expected(moves)
@@ -278,13 +290,7 @@ class NcclEngine(_TorchEngine):
             return "this build of torch has no NCCL"
         return "" if torch.cuda.is_available() else "this machine has no GPU"
 
-    def __init__(self, context: EngineContext):
-        import torch
-
-        super().__init__(context)
-        self._device = torch.device("cuda", torch.cuda.current_device())  # of the thread that makes the group
-
-    def _make_group(self) -> Any:
+    def _make_group(self, timeout: float) -> Any:
         import torch
         import torch._C._distributed_c10d as torch_c10d
         import torch.distributed as dist
@@ -292,6 +298,7 @@ class NcclEngine(_TorchEngine):
         nccl: Any = vars(torch_c10d)["ProcessGroupNCCL"]
         options = nccl.Options()
         options._timeout = NEVER
+        self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
         backend = nccl(self._store, self.context.rank, self.context.size, options)
         whole = dist.ProcessGroup(self._store, self.context.rank, self.context.size)  # which knows batches
