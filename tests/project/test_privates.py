@@ -25,6 +25,7 @@ NOT_OURS = set(
 # Modules in the place of torch's, which have its private names too.
 IN_PLACE_OF_TORCH = ("c10d/__init__.py", "comm.py")
 
+
 def is_ours(written: str) -> bool:
     *_, owner, name = written.split(".")
     return name not in NOT_OURS and f"{owner}.{name}" not in NOT_OURS
