@@ -125,7 +125,7 @@ class CudaWork(StreamWork):
 
     def await_queued(self, seconds: float | None) -> bool:
         if self.request is not None and not self._queued.is_set():
-            status = native.request_wait(self.request, 0 if seconds is None else max(1, int(seconds * 1e9)))
+            status = native.request_wait(self.request, 0 if seconds is None else max(1, int(seconds * 1e9)), False)
             if status is None:
                 return self._queued.is_set()
         return self._queued.wait(seconds)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import array
 import functools
-import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -39,6 +38,11 @@ class Executor(ABC):
     @abstractmethod
     def execute(self, request: Request, async_op: Any, timeout: Timeout) -> Any:
         """Run what was asked for; with ``async_op``, while the caller goes on."""
+
+    def queue_seen(self, call: str, number: int, detail: Any, source: Any, target: Any) -> Any:
+        """Queue a call of a kind that ran before, without checking it in Python: its work, or None where it has to be
+        checked. ``detail``: as the dispatch cache knows the call, or an options object of torch's."""
+        return None
 
     @abstractmethod
     def refuse(self, error: Exception) -> None:
@@ -95,10 +99,13 @@ class HostExecutor(Executor):
             return  # somebody looks already; it may be this very thread, which a signal handler interrupted
         try:
             # They end in order. One with callbacks is left to the watcher: those never run in a caller's thread.
-            before = len(pending) - 1
-            each = enumerate(itertools.islice(pending, before))
-            over = (i for i, w in each if not w.settled and (w.callbacks or not w.is_completed()))
-            del pending[: next(over, before)]
+            over, before = 0, len(pending) - 1
+            while over < before:
+                first = pending[over]
+                if not first.settled and (first.callbacks or not first.is_completed()):
+                    break
+                over += 1
+            del pending[:over]
         finally:
             self._keep_lock.release()
 
@@ -223,6 +230,33 @@ class LocalExecutor(HostExecutor):
         except BaseException:
             state.handle.abort()  # an interrupt: nobody knows whether it was submitted
             raise
+        return work
+
+    def queue_seen(self, call: str, number: int, detail: Any, source: Any, target: Any) -> Work | None:
+        state = self.state
+        if state.failure is not None:
+            return None
+        in_place = source is target
+        source = tuple(source) if type(source) is list else source
+        target = source if in_place else tuple(target) if type(target) is list else target
+        result = target if type(target) is tuple else () if target is None else (target,)
+        site = call_site(2)
+        work = Work(state, call, site, (), result, (source, target))
+        self.keep(work)
+        handle, where = state.handle, state.arena.flight.site(site)
+        queue = handle.submit_cached if detail is None or isinstance(detail, int) else handle.submit_cached_options
+        try:
+            request = queue(number, detail, source, target, where)
+        except OSError as error:
+            work.forget()
+            raise errors.no_thread("asynchronous operations", error) from None
+        except BaseException:
+            state.handle.abort()  # an interrupt: nobody knows whether it was queued
+            raise
+        if isinstance(request, int):
+            work.forget()
+            return None
+        work.request = request
         return work
 
     def _refresh_copies(self, copies: Sequence[Buffer]) -> None:

@@ -43,6 +43,25 @@ _ALL_GATHER_SINGLE, _ALL_GATHER = numbers_of("all_gather_single", "all_gather")
 _GATHER, _GATHER_SINGLE, _SCATTER = numbers_of("gather", "gather_single", "scatter")
 [_ALL_TO_ALL_SINGLE] = numbers_of("all_to_all_single")
 
+# By what makes its request: the number of a call in the dispatch cache, and its root or operation, input and output.
+_KNOWN_BY: dict[Any, tuple[int, Callable[..., tuple[Any, Any, Any]]]] = {
+    request.all_reduce: (_ALL_REDUCE, lambda tensor, op: (plain_op(op), tensor, tensor)),
+    request.reduce: (_REDUCE, lambda tensor, root, op: (rooted(root, plain_op(op)), tensor, tensor)),
+    request.reduce_scatter_single: (_REDUCE_SCATTER_SINGLE, lambda output, input, op: (plain_op(op), input, output)),
+    request.reduce_scatter: (_REDUCE_SCATTER, lambda output, inputs, op: (plain_op(op), inputs, output)),
+    request.broadcast: (_BROADCAST, lambda tensor, root: (root, tensor, tensor)),
+    request.all_gather_single: (_ALL_GATHER_SINGLE, lambda output, input: (0, input, output)),
+    request.all_gather: (_ALL_GATHER, lambda outputs, input: (0, input, outputs)),
+    request.gather: (_GATHER, lambda outputs, input, root: (root, input, outputs)),
+    request.gather_single: (_GATHER_SINGLE, lambda output, input, root: (root, input, output)),
+    request.scatter: (_SCATTER, lambda output, inputs, root: (root, inputs, output)),
+    request.all_to_all_single: (
+        _ALL_TO_ALL_SINGLE,
+        lambda output, input, out_splits, in_splits, _: (0 if out_splits is in_splits is None else None, input, output),
+    ),
+    request.barrier: (_BARRIER, lambda: (0, None, None)),
+}
+
 
 class Messenger(Protocol):
     """A group's messages."""
@@ -81,6 +100,11 @@ class GroupCalls:
         ``ask`` makes a request of the arguments."""
         if status > 0:
             raise self.state.fail_with_status(status, ask.__name__, call_site(2), None)
+        if async_op is True and timeout is None and ask in _KNOWN_BY:
+            number, describe = _KNOWN_BY[ask]
+            work = self.executor.queue_seen(ask.__name__, number, *describe(*args))
+            if work is not None:
+                return work
         with Refusals(self):
             return self.executor.execute(ask(self, *args), async_op, timeout)
 

@@ -161,7 +161,7 @@ def plain_op(op: Any) -> Any:
 def all_reduce(group: Caller, tensor: Any, op: Any) -> Request:
     view = group.views.write("all_reduce", "tensor", tensor)
     redop, source = _reduction(group, "all_reduce", op, view)
-    return Request("all_reduce", [source], [view], [tensor], view.count, view.dtype, redop, key=(op, tensor, tensor))
+    return Request("all_reduce", [source], [view], [tensor], view.count, view.dtype, redop, key=(redop, tensor, tensor))
 
 
 def reduce(group: Caller, tensor: Any, root: int, op: Any) -> Request:
@@ -169,7 +169,7 @@ def reduce(group: Caller, tensor: Any, root: int, op: Any) -> Request:
     is_root = group.rank == root
     view = (group.views.write if is_root else group.views.read)("reduce", "tensor", tensor)
     redop, source = _reduction(group, "reduce", op, view)
-    outputs, key = [view] if is_root else [], (rooted(root, op), tensor, tensor)
+    outputs, key = [view] if is_root else [], (rooted(root, redop), tensor, tensor)
     return Request("reduce", [source], outputs, [tensor], view.count, view.dtype, redop, root, key)
 
 
@@ -180,7 +180,7 @@ def reduce_scatter_single(group: Caller, output: Any, input: Any, op: Any) -> Re
     _check_count(call, "input", source.count, out.count * group.size, f"{group.size} times output's")
     redop, source = _reduction(group, call, op, source)
     sizes = (out.count,) * group.size
-    return Request(call, [source], [out], [output], sizes, dtype, redop, key=(op, input, output))
+    return Request(call, [source], [out], [output], sizes, dtype, redop, key=(redop, input, output))
 
 
 def reduce_scatter(group: Caller, output: Any, inputs: Any, op: Any) -> Request:
@@ -191,7 +191,7 @@ def reduce_scatter(group: Caller, output: Any, inputs: Any, op: Any) -> Request:
     reductions = [_reduction(group, call, op, piece) for piece in pieces]
     redop, sources = reductions[0][0], [source for _, source in reductions]
     sizes = tuple([piece.count for piece in pieces])
-    return Request(call, sources, [out], [output], sizes, dtype, redop, key=(op, inputs, output))
+    return Request(call, sources, [out], [output], sizes, dtype, redop, key=(redop, inputs, output))
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from threading import RLock
 from typing import Any
 
 from symcomm import errors
@@ -85,15 +85,16 @@ class Work(Outcome):
         self._group_name = state.name
         self._site = site
         self.outputs = outputs
-        self.results = list(result)
+        self.results = result
         self.kept = keep  # tensors the core still reads or writes
         self._started = time.monotonic()
-        self.seconds: float | None = None  # from the call to its end, once known
-        self.request: Any = None
-        self._lock = threading.RLock()  # a signal handler or a failure hook may ask while we hold it
-        self.settled = False
-        self._error: BaseException | None = None
-        self.callbacks: list[Callable[[], None]] = []
+        self._lock = RLock()  # a signal handler or a failure hook may ask while we hold it
+
+    request: Any = None
+    settled = False
+    seconds: float | None = None  # from the call to its end, once known
+    _error: BaseException | None = None
+    callbacks: Sequence[Callable[[], None]] = ()
 
     def _copy_out(self, status: int) -> None:
         """Runs once, in the thread that first learns that the operation has ended: the core's own, where outputs have
@@ -118,6 +119,11 @@ class Work(Outcome):
         self.seconds = time.monotonic() - self._started
         self.kept = self._state = self._group = None
 
+    def forget(self) -> None:
+        """It was never queued."""
+        self.settled = True
+        self.kept = self._state = self._group = None
+
     def copy_out_in_core(self, status: int) -> None:
         """Runs in the core's own thread, which never waits for a thread that is already copying: a signal handler or a
         finalizer may have interrupted that one with an operation that this thread has yet to run."""
@@ -129,10 +135,11 @@ class Work(Outcome):
 
     def settle(self, status: int) -> None:
         self._copy_out(status)
-        with self._lock:
-            callbacks, self.callbacks = self.callbacks, []
-        for callback in callbacks:
-            callback()
+        if self.callbacks:  # no more of them come
+            with self._lock:
+                callbacks, self.callbacks = self.callbacks, ()
+            for callback in callbacks:
+                callback()
 
     @property
     def sequence_number(self) -> int:
@@ -142,7 +149,7 @@ class Work(Outcome):
     def await_end(self) -> None:
         """Return once it has ended; its callbacks have yet to run."""
         if not self.settled and self.request is not None:
-            native.request_wait(self.request, FOREVER)
+            native.request_wait(self.request, FOREVER, False)
 
     def wait_until(self, deadline_ns: int | None) -> bool:
         """Return when it is done, or when ``time.monotonic_ns()`` has reached the deadline; None: there is none."""
@@ -154,9 +161,11 @@ class Work(Outcome):
             return True
         if self.request is None:
             return False  # about to be submitted, or an interrupt came before its request was known
-        status = native.request_wait(self.request, timeout_ns)
+        status = native.request_wait(self.request, timeout_ns, True)
         if status is None:
             return False
+        if status < 0:
+            raise errors.nested(self.call, self._group_name)
         self.settle(status)
         return True
 
@@ -192,7 +201,7 @@ class Work(Outcome):
             ended, state = self.settled, self._state
             if not ended:
                 callback = continued(callback)
-                self.callbacks.append(callback)
+                self.callbacks = [*self.callbacks, callback]
             first = len(self.callbacks) == 1
         if ended:
             callback()
@@ -200,7 +209,7 @@ class Work(Outcome):
             try:
                 state.watcher.watch(self)
             except errors.ResourceError:
-                self.callbacks.remove(callback)
+                self.callbacks = [c for c in self.callbacks if c is not callback]
                 if isinstance(callback, Continuation):
                     callback.cancel()
                 raise

@@ -237,14 +237,32 @@ class Calls:
                 status = core.handle.run_cached(number, detail, _single(source), _single(target))
         if status == ASYNC:
             small = _is_small(source if target is None else target)
-            fits = small and core.executor.may_run_inline()
-            return self._run_inline(number, detail, source, target, opts) if fits else None
+            if small and core.executor.may_run_inline():
+                return self._run_inline(number, detail, source, target, opts)
+            return self._queue(number, opts if detail is None else detail, source, target)
         if status > 0:
             try:
                 raise core.state.fail_with_status(status, CACHED[number].name, call_site(2), None)
             except errors.DeadlineError as error:
                 raise late(error, core.timeout, core.timeout) from None
         return done if status == 0 else None
+
+    def _queue(self, number: int, detail: Any, source: Any, target: Any) -> Any:
+        """Have the core queue an asynchronous call; None as above."""
+        core, name = self.core, CACHED[number].name
+        work = core.executor.queue_seen(name, number, detail, source, target)
+        return (
+            None if work is None else self._as_torch_work(work, list(work.results), name, core.state.timeout_ns / 1e9)
+        )
+
+    def _as_torch_work(self, inner: Any, result: list[Any], name: str, limit: float) -> TorchWork:
+        work = TorchWork(inner, result, name, limit)
+        work.numbers_from = self._before
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        elif versions.ACCEPTS_IN_FLIGHT_INPUTS():
+            register_work(work, result)
+        return work
 
     def _run_inline(self, number: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
         """Run an asynchronous call here; None as above. ``wait()`` raises its failure. ``detail`` is None where the
@@ -312,12 +330,7 @@ class Calls:
         if inner is None:
             work = DoneWork(result, name, time.monotonic() - begun)
         else:
-            work = TorchWork(inner, result, name, limit)
-            work.numbers_from = self._before
-            if self._coalescing is not None:
-                self._coalescing.append(work)
-            elif versions.ACCEPTS_IN_FLIGHT_INPUTS():
-                register_work(work, result)
+            work = self._as_torch_work(inner, result, name, limit)
         if self._completion.hook is not None:
             ended = self._completion.teller(op_type_of(name), self.core.sequence_number, time.monotonic() - begun)
             work.add_done_callback(ended)

@@ -256,11 +256,11 @@ class TorchWork(_OwnWork):
         return self
 
     def wait(self, timeout: timedelta | float = NO_LIMIT) -> bool:
-        timeout = duration("wait: timeout", timeout)
+        given = NO_LIMIT if timeout is NO_LIMIT else duration("wait: timeout", timeout)
         try:
-            return self.inner.wait(timeout if timeout > NO_LIMIT else None)
+            return self.inner.wait(given if given > NO_LIMIT else None)
         except (errors.DeadlineError, errors.RankFailedError) as error:
-            limit = timeout.total_seconds() or self._limit
+            limit = given.total_seconds() or self._limit
             raise late(error, limit, getattr(self.inner, "seconds", None) or 0.0) from error.__cause__
         finally:
             if self._span is not None:

@@ -64,7 +64,7 @@ static PyObject *run_prepared(PyObject *Py_UNUSED(self), PyObject *const *args, 
     bool idle = async_idle(g);
     count_call(&g->collectives, false, !idle);
     Py_BEGIN_ALLOW_THREADS; /* the driver makes a caller wait when a stream is full */
-    status = idle ? exec_run(g, plan, &none, timeout, from) : async_run_queued(g, plan, &none, timeout, from);
+    status = async_run_in_turn(g, plan, &none, timeout, from, idle);
     if (status == 0) status = -launch(p, half, stream, address, value);
     Py_END_ALLOW_THREADS;
     return PyLong_FromLongLong(status);

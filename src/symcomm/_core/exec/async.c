@@ -1,5 +1,10 @@
+/* Asynchronous operations of a group stand in a queue, and are run one at a time, in order, by whoever has the turn: a
+ * caller who waits for one runs all up to it in its own thread, as a blocking call would; the group's thread runs what
+ * nobody has come for. A call that is usually waited for at once does not even wake that thread, which would take
+ * longer than most operations: it looks by itself once the call is LINGER_NS old. */
 #include "exec/async.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,14 +14,23 @@
 #include "sync/caller.h"
 #include "sync/wait.h"
 
+#define LINGER_NS 100000 /* whoever waits within that time waits soon: the thread, once woken, takes half of it */
+#define NAP_NS 2000000   /* of the thread; 16 that woke each 0.1 ms made all_to_alls of 16 ranks take 50 us, not 17 */
+#define OFFER_NS 100000  /* how long a waiter offers its core to whoever runs its operation, before it sleeps */
+#define PATIENCE 4       /* calls in a row that must be waited for soon before the next one is left to its caller */
+
 struct worker {
     struct group *group;
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    struct request *first, *last; /* with the lock held, as the next three */
+    struct request *first, *last; /* with the lock held, as all up to `stopping` */
+    const void *runner;           /* names the thread that has the turn; NULL: nobody */
     uint64_t number;              /* of the last operation queued */
     uint64_t queued;              /* how many were, ever */
+    uint64_t wanted;              /* somebody waits for the one in this place, without running it */
+    uint64_t seen;                /* what `queued` was when the thread last found nothing to do */
+    int64_t wakes_at;             /* when it looks by itself; NEVER: when it is signalled; 0: it is awake */
     bool stopping;
     _Atomic int pending; /* queued or running */
     _Atomic bool joined; /* nobody is the thread any more */
@@ -25,14 +39,37 @@ struct worker {
     void *argument;
 };
 
-static struct request *take(struct worker *w) {
-    pthread_mutex_lock(&w->lock);
-    while (w->first == NULL && !w->stopping) pthread_cond_wait(&w->changed, &w->lock);
+#define NEVER INT64_MAX
+
+static THREAD_LOCAL char this_thread; /* its address names the thread */
+
+/* --- turns: with the worker's lock held ----------------------------------------------------------------------------
+ */
+
+static struct request *begin_turn(struct worker *w) {
     struct request *r = w->first;
-    if (r != NULL && (w->first = r->next) == NULL) w->last = NULL;
-    pthread_mutex_unlock(&w->lock);
+    if ((w->first = r->next) == NULL) w->last = NULL;
+    w->runner = &this_thread;
     return r;
 }
+
+/* When the thread is to run the first in the queue; 0: now. */
+static int64_t due(const struct worker *w) { return w->stopping || w->first->place <= w->wanted ? 0 : w->first->due; }
+
+/* Has the thread look in time for the first in the queue. A nap that ends a little later will do. */
+static void call_thread(struct worker *w) {
+    if (w->first == NULL || w->runner || w->wakes_at == 0) return;
+    int64_t at = due(w);
+    if (at == 0 || w->wakes_at > at + NAP_NS) pthread_cond_signal(&w->changed);
+}
+
+static void end_turn(struct worker *w) {
+    w->runner = NULL;
+    if (w->stopping) pthread_cond_signal(&w->changed);
+    else call_thread(w);
+}
+
+/* --- running ------------------------------------------------------------------------------------------------------ */
 
 /* Before anybody can know that it is done: whatever the caller does with the tensors from then on is not affected. */
 static void raise_versions(const struct request *r) {
@@ -49,26 +86,87 @@ static int64_t run_request(struct group *g, struct request *r) {
     return status;
 }
 
+/* How soon a call was waited for says how soon the next one of its kind will be. */
+static void note_wait(const struct request *r, bool soon) {
+    if (r->plan == NULL) return;
+    int before = atomic_load_explicit(&r->plan->impatience, memory_order_relaxed);
+    int now = soon ? before - (before > 0) : PATIENCE;
+    if (now != before) atomic_store_explicit(&r->plan->impatience, now, memory_order_relaxed);
+}
+
+static void say_done(struct request *r) {
+    atomic_store(&r->done, 1);
+    if (atomic_load(&r->sleepers)) futex_wake(&r->done, INT32_MAX);
+}
+
+/* By whoever has the turn. */
+static void perform(struct worker *w, struct request *r) {
+    struct group *g = w->group;
+    r->status = run_request(g, r);
+    bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
+    if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
+    atomic_store(&g->ended, r->place); /* the next one has time again */
+    say_done(r);
+    if (more) {
+        r->finished(r);
+        atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
+    }
+    async_release(r);
+}
+
+/* --- the group's thread --------------------------------------------------------------------------------------------
+ */
+
+/* Until it is signalled, or for so long. With the lock held. */
+static void sleep_until(struct worker *w, int64_t at) {
+    w->wakes_at = at;
+    if (at == NEVER) {
+        pthread_cond_wait(&w->changed, &w->lock);
+    } else {
+        struct timespec until = {.tv_sec = at / 1000000000, .tv_nsec = at % 1000000000};
+        pthread_cond_timedwait(&w->changed, &w->lock, &until);
+    }
+    w->wakes_at = 0;
+}
+
+/* While calls keep coming the thread takes naps, so that callers who leave nothing to it need not wake it. */
+static int64_t end_of_nap(struct worker *w, int64_t now) {
+    bool quiet = w->queued == w->seen;
+    w->seen = w->queued;
+    return quiet ? NEVER : now + NAP_NS;
+}
+
+/* What it has to run next, and the turn; NULL: it is to end. */
+static struct request *await_turn(struct worker *w) {
+    struct request *r = NULL;
+    pthread_mutex_lock(&w->lock);
+    for (;;) {
+        int64_t now = symcomm_now_ns();
+        if (w->first == NULL && w->stopping) break;
+        if (w->runner || w->first == NULL) sleep_until(w, end_of_nap(w, now));
+        else if (due(w) > now) sleep_until(w, due(w));
+        else {
+            r = begin_turn(w);
+            break;
+        }
+    }
+    pthread_mutex_unlock(&w->lock);
+    return r;
+}
+
 static void *work(void *argument) {
     struct worker *w = argument;
-    struct group *g = w->group;
     struct request *r;
     struct caller caller = {.awaited = NULL};
     symcomm_caller = &caller;
-    while ((r = take(w)) != NULL) {
+    while ((r = await_turn(w)) != NULL) {
         caller.awaited = &r->awaited;
-        r->status = run_request(g, r);
-        bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
-        if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
-        atomic_store(&g->ended, r->place); /* the next one has time again */
-        atomic_store_explicit(&r->done, 1, memory_order_release);
-        futex_wake(&r->done, INT32_MAX);
-        if (more) {
-            r->finished(r);
-            atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
-        }
+        if (r->due && r->due <= symcomm_now_ns()) note_wait(r, false);
+        perform(w, r);
         caller.awaited = NULL;
-        async_release(r);
+        pthread_mutex_lock(&w->lock);
+        end_turn(w);
+        pthread_mutex_unlock(&w->lock);
     }
     if (w->on_exit) {
         pthread_detach(w->thread);
@@ -91,16 +189,27 @@ static struct worker *start(struct group *g) {
     if (w == NULL) return NULL;
     w->group = g;
     pthread_mutex_init(&w->lock, NULL);
-    pthread_cond_init(&w->changed, NULL);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&w->changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
     if (thread_start(&w->thread, "symcomm-async", THREAD_STACK_PYTHON, work, w) == 0) return g->worker = w;
     free_worker(w);
     return NULL;
+}
+
+/* A kind of call that is waited for soon is left to its caller for a while. */
+static int64_t choose_due(const struct request *r) {
+    bool soon = r->plan && atomic_load_explicit(&r->plan->impatience, memory_order_relaxed) == 0;
+    return soon ? r->submitted + LINGER_NS : 0;
 }
 
 int async_submit(struct group *g, struct request *r) {
     struct worker *w = g->worker;
     if (w == NULL && (w = start(g)) == NULL) return -1;
     r->from.created = symcomm_ticks(), r->from.way |= FLIGHT_QUEUED;
+    r->submitted = symcomm_now_ns(), r->due = choose_due(r);
     pthread_mutex_lock(&w->lock);
     bool late = w->stopping; /* another thread leaves the group at this moment: nobody would take it */
     if (!late) {
@@ -111,12 +220,12 @@ int async_submit(struct group *g, struct request *r) {
         if (w->last) w->last->next = r;
         else w->first = r;
         w->last = r;
-        pthread_cond_signal(&w->changed);
+        call_thread(w);
     }
     pthread_mutex_unlock(&w->lock);
     if (!late) return 0;
     r->status = STATUS_LEFT;
-    atomic_store_explicit(&r->done, 1, memory_order_release);
+    say_done(r);
     if (r->finished) r->finished(r);
     return 0;
 }
@@ -144,10 +253,10 @@ static int give_up(struct wait *w, int status, int culprit) {
 
 static const struct wait_kind for_request = {.is_over = is_over, .give_up = give_up};
 
-/* The worker ends the request whatever happens, so nobody looks for dead peers here. */
+/* Whoever has its turn ends the request whatever happens, so nobody looks for dead peers here. */
 static int sleep_until_done(struct request *r, int64_t deadline) {
     struct request_wait w = {
-        .wait = {.kind = &for_request, .bell = &r->done, .deadline = deadline},
+        .wait = {.kind = &for_request, .bell = &r->done, .sleepers = &r->sleepers, .deadline = deadline},
         .request = r,
     };
     return wait_loop(&w.wait);
@@ -168,16 +277,80 @@ static void abort_queue(struct group *g) {
     visit_end(&v);
 }
 
-bool async_wait(struct request *r, int64_t timeout) {
-    /* Our core is free meanwhile, the worker may keep one. */
+/* Somebody waits for r and does not run it: the thread is to, without delay. */
+static void want(struct request *r) {
+    struct worker *w = r->group->worker;
+    pthread_mutex_lock(&w->lock);
+    if (w->wanted < r->place) w->wanted = r->place;
+    call_thread(w);
+    pthread_mutex_unlock(&w->lock);
+}
+
+/* Until it is done, or whoever runs it seems to need long. */
+static bool offer_core(struct request *r) {
+    for (int64_t end = symcomm_now_ns() + OFFER_NS; symcomm_now_ns() < end; sched_yield())
+        if (atomic_load_explicit(&r->done, memory_order_acquire)) return true;
+    return false;
+}
+
+/* Waits, while somebody else runs it. */
+static int await_other(struct request *r, int64_t deadline) {
+    /* Our core is free meanwhile, who runs it may keep one. */
     atomic_fetch_add_explicit(&r->awaited, 1, memory_order_relaxed);
-    int status = sleep_until_done(r, timeout ? symcomm_now_ns() + timeout : 0);
+    caller_before_waiting();
+    want(r);
+    int status = offer_core(r) ? STATUS_OK : sleep_until_done(r, deadline);
     if (status == STATUS_INTERRUPTED) {
         abort_queue(r->group);
         await_end(r);
     }
     atomic_fetch_sub_explicit(&r->awaited, 1, memory_order_relaxed);
-    return status == STATUS_OK;
+    return status;
+}
+
+/* The first in the queue, and the turn; NULL: r is done, or another thread has the turn, or is to run that. */
+static struct request *take_turn(struct worker *w, struct request *r) {
+    struct request *first = NULL;
+    pthread_mutex_lock(&w->lock);
+    bool done = atomic_load_explicit(&r->done, memory_order_acquire);
+    if (!done && !w->runner && w->first && !w->first->finished) first = begin_turn(w);
+    pthread_mutex_unlock(&w->lock);
+    return first;
+}
+
+/* Runs what is queued up to r, as its caller's own: where that was called is known. */
+static void run_queue(struct request *r) {
+    struct worker *w = r->group->worker;
+    struct caller *c = symcomm_caller;
+    bool knew_site = c && c->knows_site;
+    if (c) c->knows_site = true;
+    for (struct request *one; (one = take_turn(w, r)) != NULL;) {
+        atomic_fetch_add_explicit(&w->group->collectives.by_waiter[(one->from.way & FLIGHT_SLOW_PATH) != 0], 1,
+                                  memory_order_relaxed);
+        one->from.way &= (uint8_t)~FLIGHT_QUEUED;
+        perform(w, one);
+        pthread_mutex_lock(&w->lock);
+        end_turn(w);
+        pthread_mutex_unlock(&w->lock);
+    }
+    if (c) c->knows_site = knew_site;
+}
+
+static bool is_own_turn(struct worker *w) {
+    pthread_mutex_lock(&w->lock);
+    bool own = w->runner == &this_thread;
+    pthread_mutex_unlock(&w->lock);
+    return own;
+}
+
+int async_wait(struct request *r, int64_t timeout, bool runs) {
+    if (r->place == 0 || atomic_load_explicit(&r->done, memory_order_acquire)) return STATUS_OK;
+    int64_t now = symcomm_now_ns();
+    if (is_own_turn(r->group->worker)) return STATUS_NESTED;
+    if (runs) note_wait(r, now - r->submitted < LINGER_NS);
+    if (runs && timeout == 0) run_queue(r);
+    if (atomic_load_explicit(&r->done, memory_order_acquire)) return STATUS_OK;
+    return await_other(r, timeout ? now + timeout : 0);
 }
 
 void async_give_up(struct request *r) {
@@ -188,6 +361,7 @@ void async_give_up(struct request *r) {
     visit_begin(&v, g);
     sync_wake_own(&v);
     visit_end(&v);
+    want(r);
     await_end(r);
 }
 
@@ -223,7 +397,7 @@ void async_stop(struct group *g) {
     w->stopping = true;
     pthread_cond_signal(&w->changed);
     pthread_mutex_unlock(&w->lock);
-    if (async_inside(g)) return;
+    if (async_inside(g) || is_own_turn(w)) return; /* the last who knows the group calls again */
     pthread_join(w->thread, NULL);
     w->joined = true;
 }
@@ -246,7 +420,7 @@ static char **copy_addresses(char *const *addresses, int n) {
     return copy;
 }
 
-struct request *async_request(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
+struct request *async_request(struct group *g, struct plan *p, const struct buffers *b, int64_t timeout,
                               struct origin from) {
     struct request *r = calloc(1, sizeof *r);
     if (r == NULL) return NULL;
@@ -269,13 +443,14 @@ struct request *async_refusal(struct group *g, const char *words, size_t n, int6
     return r;
 }
 
-int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
+int64_t async_run_queued(struct group *g, struct plan *p, const struct buffers *b, int64_t timeout,
                          struct origin from) {
     struct request *r = async_request(g, p, b, timeout, from);
     if (r == NULL) return STATUS_PLAN;
     int64_t status = STATUS_PLAN;
     if (async_submit(g, r) == 0) {
-        status = async_wait(r, 0) ? r->status : STATUS_INTERRUPTED;
+        status = async_wait(r, 0, true);
+        if (status == STATUS_OK) status = r->status;
     }
     async_release(r);
     return status;

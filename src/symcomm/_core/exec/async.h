@@ -1,10 +1,11 @@
-/* Operations that run while the caller goes on: one thread per group takes them in the order they were submitted. */
+/* Operations that run while the caller goes on, or in its thread once it waits for them; in the order they were
+ * submitted. */
 #pragma once
 
 #include "exec/exec.h"
 
 /* Requests of one call that is made of several operations: after one that was refused the rest does not run, on any
- * rank. Only the worker looks. */
+ * rank. Only who has the turn looks. */
 struct batch {
     _Atomic int references;
     int64_t refused; /* its status; 0: none yet */
@@ -12,8 +13,8 @@ struct batch {
 
 struct request {
     struct group *group;
-    const struct plan *plan; /* NULL: the rank refuses its call */
-    char *words;             /* why */
+    struct plan *plan; /* NULL: the rank refuses its call */
+    char *words;       /* why */
     size_t n_words;
     struct batch *batch; /* or NULL */
     struct buffers buffers;
@@ -23,9 +24,12 @@ struct request {
     uint64_t number;                    /* of the operation in its group, counted as g->seq is */
     uint64_t place;                     /* in the queue, from 1 on; 0: it never stood there */
     _Atomic uint32_t done;              /* futex */
-    _Atomic int references;             /* the worker's and the owner's */
-    _Atomic int awaited;                /* threads that wait for it */
-    void (*finished)(struct request *); /* called by the worker after done, or NULL */
+    int64_t submitted;                  /* ns */
+    int64_t due;                        /* ns: until then it is left to a caller who waits for it */
+    _Atomic int references;             /* the queue's and the owner's */
+    _Atomic int awaited;                /* threads that wait for it while another runs it */
+    _Atomic uint32_t sleepers;          /* of these, those asleep on `done` */
+    void (*finished)(struct request *); /* called by the group's thread after done, or NULL: no waiter runs it then */
     void *context;
     _Atomic uint32_t **versions; /* of tensors that it writes: raised once more when it has run */
     int n_versions;
@@ -33,7 +37,7 @@ struct request {
 };
 
 /* With one reference, the caller's, and copies of the buffers' addresses. NULL: no memory. */
-struct request *async_request(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
+struct request *async_request(struct group *g, struct plan *p, const struct buffers *b, int64_t timeout,
                               struct origin from);
 /* A call that is refused, told in its turn. NULL: no memory. */
 struct request *async_refusal(struct group *g, const char *words, size_t n, int64_t timeout, struct origin from);
@@ -42,13 +46,19 @@ void async_leave_batch(struct batch *b);
 /* Takes the caller's reference for the worker as well. 0, or -1 when no thread could be started. */
 int async_submit(struct group *g, struct request *r);
 /* A blocking call that has to wait its turn behind asynchronous ones, so that operations keep their order. */
-int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
-                         struct origin from);
+int64_t async_run_queued(struct group *g, struct plan *p, const struct buffers *b, int64_t timeout, struct origin from);
+/* A blocking call, in its turn. idle: what async_idle() said. */
+static inline int64_t async_run_in_turn(struct group *g, struct plan *p, const struct buffers *b, int64_t timeout,
+                                        struct origin from, bool idle) {
+    return idle ? exec_run(g, p, b, timeout, from) : async_run_queued(g, p, b, timeout, from);
+}
 /* True when nothing is queued or running, so that a blocking call may run in the caller's thread. */
 bool async_idle(struct group *g);
-/* True when r is done; waits until then or for timeout ns (0: for ever). A signal handler that raises ends the wait and
- * the group, as in a blocking call. */
-bool async_wait(struct request *r, int64_t timeout);
+/* STATUS_OK once r is done. `runs`: the caller, who has nothing else to do, runs what is queued up to r where no other
+ * thread has begun. Otherwise it waits for timeout ns at most (0: for ever), and STATUS_TIMEOUT is nobody's failure. A
+ * signal handler that raises ends the wait and the group, as in a blocking call. STATUS_NESTED: this very thread is in
+ * the middle of what r comes behind. */
+int async_wait(struct request *r, int64_t timeout, bool runs);
 /* The caller waits no longer: r's deadline, and that of all before it, is now. Returns when r is done. */
 void async_give_up(struct request *r);
 void async_release(struct request *r);

@@ -1,10 +1,11 @@
-/* Blocking calls of a kind seen before: look at the tensors, find the plan, run it, all without Python. */
+/* Calls of a kind seen before: look at the tensors, find the plan, run or queue it, all without Python. */
 #include "exec/dispatch_cache.h"
 
 #include <stdlib.h>
 
 #include "exec/async.h"
 #include "exec/exec.h"
+#include "exec/exec_module.h"
 #include "group/group_module.h"
 #include "module/gil.h"
 #include "module/module.h"
@@ -34,7 +35,7 @@ struct call_tensors { /* the tensors of one call */
 
 struct cached_plan {
     struct call_key key;
-    const struct plan *plan;
+    struct plan *plan;
     PyObject *capsule; /* owns the plan */
     uint32_t site;     /* of the first call of this kind, for the flight recorder */
     uint32_t effects;
@@ -168,22 +169,27 @@ static bool describe_call(const struct group *g, PyObject *const *args, struct c
     return view_tensors(g, args[2], args[3], g->world > 1 ? 2 : 1, k, t);
 }
 
+/* NULL: Python must look. */
+static inline struct cached_plan *find_usable(struct group *g, const struct call_key *k, const struct call_tensors *t) {
+    struct cached_plan *known = find(g->dispatch_cache, k);
+    return known->plan == NULL || (known->effects & EFFECT_COPIES && tensors_tracked(t->written)) ? NULL : known;
+}
+
 /* Inlined into both of its callers: a call, with all that it passes, took 10 ns of a barrier's 460. */
 static inline __attribute__((always_inline)) int64_t run_cached_plan(struct group *g, const struct call_key *k,
                                                                      struct call_tensors *t) {
-    struct cached_plan *known = find(g->dispatch_cache, k);
-    if (known->plan == NULL || (known->effects & EFFECT_COPIES && tensors_tracked(t->written))) return -1;
+    struct cached_plan *known = find_usable(g, k, t);
+    if (known == NULL) return -1;
     if (known->effects) tensors_change(t->written);
     int64_t timeout = atomic_load_explicit(&g->timeout, memory_order_relaxed);
     PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
-    const struct plan *plan = known->plan;
+    struct plan *plan = known->plan;
     struct origin from = {.site = known->site};
     struct buffers b = {t->in, t->out, (int)k->n_in, (int)k->n_out};
     int64_t status;
     bool idle = async_idle(g);
     count_call(&g->collectives, false, !idle);
-    WITHOUT_GIL_UNLESS(idle && exec_is_short(g, plan), status = idle ? exec_run(g, plan, &b, timeout, from)
-                                                                     : async_run_queued(g, plan, &b, timeout, from));
+    WITHOUT_GIL_UNLESS(idle && exec_is_short(g, plan), status = async_run_in_turn(g, plan, &b, timeout, from, idle));
     Py_DECREF(capsule);
     return status;
 }
@@ -223,6 +229,52 @@ static PyObject *run_cached_options(PyObject *self, PyObject *const *args, Py_ss
     return PyLong_FromLongLong(status);
 }
 
+/* Queues a call, as run_cached_plan() runs one. Its caller keeps the tensors until it has ended. */
+static PyObject *submit_cached_plan(struct group *g, const struct call_key *k, const struct call_tensors *t,
+                                    PyObject *site) {
+    struct cached_plan *known = find_usable(g, k, t);
+    if (known == NULL) return PyLong_FromLong(-1);
+    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(site), .exact_site = 1};
+    if (PyErr_Occurred()) return NULL;
+    struct buffers b = {(char *const *)t->in, (char *const *)t->out, (int)k->n_in, (int)k->n_out};
+    PyObject *plan = Py_NewRef(known->capsule); /* the request needs it, whatever the table forgets */
+    int64_t timeout = atomic_load_explicit(&g->timeout, memory_order_relaxed);
+    struct request *r = async_request(g, known->plan, &b, timeout, from);
+    PyObject *capsule = exec_submit(r, known->effects ? t->written : NULL, NULL);
+    if (capsule) PyCapsule_SetContext(capsule, plan);
+    else Py_DECREF(plan);
+    return capsule;
+}
+
+/* submit_cached(call, detail, input, output, site): as run_cached(), but it only queues the call, whose request it
+ * returns. Tensors come one by one or as tuples, which the caller keeps. */
+static PyObject *submit_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    struct group *g = group_of(self);
+    if (expect_arguments(n_args, 5, "submit_cached") < 0) return NULL;
+    struct call_key k;
+    struct call_tensors t = {.inputs = NULL};
+    PyObject *request = NULL;
+    if (g->dispatch_cache && describe_call(g, args, &k, &t)) request = submit_cached_plan(g, &k, &t, args[4]);
+    else if (!PyErr_Occurred()) request = PyLong_FromLong(-1);
+    release_tensors(&t);
+    return request;
+}
+
+/* submit_cached_options(call, options, input, output, site): the same, with what torch's options object says. */
+static PyObject *submit_cached_options(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    struct group *g = group_of(self);
+    if (expect_arguments(n_args, 5, "submit_cached_options") < 0) return NULL;
+    struct call_key k = {.call = PyLong_AsLongLong(args[0]), .dtype = -1};
+    if (PyErr_Occurred()) return NULL;
+    int64_t status = options_read(k.call, args[1], &k.detail);
+    if (status != OPTIONS_ASYNC || g->dispatch_cache == NULL) return PyLong_FromLong(OPTIONS_SLOW);
+    struct call_tensors t;
+    PyObject *request = view_tensors(g, args[2], args[3], 1, &k, &t) ? submit_cached_plan(g, &k, &t, args[4])
+                                                                     : PyLong_FromLong(OPTIONS_SLOW);
+    release_tensors(&t);
+    return request;
+}
+
 /* cache_plan(call, detail, input, output, plan, site, effects): run_cached() will know calls of this kind, if it
  * can. */
 static PyObject *cache_plan(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
@@ -254,6 +306,9 @@ PyMethodDef group_dispatch_cache_methods[] = {
     METHOD(run_cached, METH_FASTCALL, "(call, detail, input, output) -> status, or -1: take the long way"),
     METHOD(run_cached_options, METH_FASTCALL,
            "(call, options, input, output, run_async=False) -> status, or below 0: nothing was run"),
+    METHOD(submit_cached, METH_FASTCALL, "(call, detail, input, output, site) -> request, or -1: take the slow path"),
+    METHOD(submit_cached_options, METH_FASTCALL,
+           "(call, options, input, output, site) -> request, or below 0: nothing was queued"),
     METHOD(cache_plan, METH_FASTCALL,
            "(call, detail, input, output, plan, site, effects) -> whether run_cached() will know it"),
     {NULL, NULL, 0, NULL},

@@ -1,4 +1,6 @@
 /* Plans and requests as Python sees them, and the methods of native.Group that run them. */
+#include "exec/exec_module.h"
+
 #include <stdlib.h>
 
 #include "exec/async.h"
@@ -59,7 +61,7 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     bool idle = async_idle(c.group);
     count_call(&c.group->collectives, true, !idle);
     WITHOUT_GIL_UNLESS(idle && exec_is_short(c.group, c.plan),
-                       status = (idle ? exec_run : async_run_queued)(c.group, c.plan, &c.buffers, c.timeout, c.from));
+                       status = async_run_in_turn(c.group, c.plan, &c.buffers, c.timeout, c.from, idle));
     if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
@@ -74,7 +76,10 @@ static void call_back(struct request *r) {
     PyGILState_Release(state);
 }
 
-static void drop_request(PyObject *capsule) { async_release(PyCapsule_GetPointer(capsule, REQUEST)); }
+static void drop_request(PyObject *capsule) {
+    Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule));
+    async_release(PyCapsule_GetPointer(capsule, REQUEST));
+}
 
 static void drop_batch(PyObject *capsule) { async_leave_batch(PyCapsule_GetPointer(capsule, BATCH)); }
 
@@ -85,19 +90,40 @@ static PyObject *make_batch(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)
     return PyCapsule_New(b, BATCH, drop_batch);
 }
 
+static void watch_version(struct request *r, PyObject *written) {
+    _Atomic uint32_t *version = tensor_version(written);
+    if (version) r->versions[r->n_versions++] = version;
+}
+
 /* The caller may look at the tensors, or save them for backward, while the operation runs: their versions are raised
  * now and when it ends. Until then the caller keeps the tensors, as it does their memory. False: no memory. */
 static bool watch_versions(struct request *r, PyObject *written) {
-    Py_ssize_t n = PyTuple_Size(written);
+    bool several = PyTuple_Check(written);
+    Py_ssize_t n = several ? PyTuple_Size(written) : 1;
     tensors_change(written);
     if (n == 0) return true;
     r->versions = malloc((size_t)n * sizeof *r->versions);
     if (r->versions == NULL) return false;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        _Atomic uint32_t *version = tensor_version(PyTuple_GetItem(written, i));
-        if (version) r->versions[r->n_versions++] = version;
-    }
+    if (!several) watch_version(r, written);
+    for (Py_ssize_t i = 0; several && i < n; i++) watch_version(r, PyTuple_GetItem(written, i));
     return true;
+}
+
+PyObject *exec_submit(struct request *r, PyObject *written, PyObject *callback) {
+    if (r == NULL) return PyErr_NoMemory();
+    if (written && !watch_versions(r, written)) {
+        async_release(r);
+        return PyErr_NoMemory();
+    }
+    if (callback) r->context = Py_NewRef(callback), r->finished = call_back;
+    PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
+    if (capsule && async_submit(r->group, r) < 0) {
+        Py_XDECREF((PyObject *)r->context);
+        Py_DECREF(capsule);
+        return PyErr_Format(PyExc_OSError, "can't start new thread");
+    }
+    if (capsule) count_call(&r->group->collectives, (r->from.way & FLIGHT_SLOW_PATH) != 0, true);
+    return capsule;
 }
 
 static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
@@ -106,21 +132,8 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args
     struct batch *batch = args[7] == Py_None ? NULL : PyCapsule_GetPointer(args[7], BATCH);
     if (PyErr_Occurred()) return NULL;
     struct request *r = async_request(c.group, c.plan, &c.buffers, c.timeout, c.from);
-    if (r == NULL) return PyErr_NoMemory();
-    if (!watch_versions(r, c.written)) {
-        async_release(r);
-        return PyErr_NoMemory();
-    }
-    if (batch) async_join_batch(r, batch);
-    if (args[6] != Py_None) r->context = Py_NewRef(args[6]), r->finished = call_back;
-    PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
-    if (capsule && async_submit(c.group, r) < 0) {
-        Py_XDECREF((PyObject *)r->context);
-        Py_DECREF(capsule);
-        return PyErr_Format(PyExc_OSError, "can't start new thread");
-    }
-    if (capsule) count_call(&c.group->collectives, true, true);
-    return capsule;
+    if (r && batch) async_join_batch(r, batch);
+    return exec_submit(r, c.written, args[6] == Py_None ? NULL : args[6]);
 }
 
 /* refuse(words, timeout_ns, site) -> 0, or why nobody was told. Returns at once: where it would have to wait,
@@ -144,18 +157,23 @@ static PyObject *refuse(PyObject *self, PyObject *args) {
     return PyLong_FromLongLong(status);
 }
 
-/* request_wait(request, timeout_ns) -> status, or None when it is not done by then; a negative timeout only looks. */
+/* request_wait(request, timeout_ns, runs) -> status, None when it is not done by then, or -1 where its thread cannot
+ * wait for it; a negative timeout only looks. */
 static PyObject *request_wait(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *capsule;
     long long timeout;
-    if (!PyArg_ParseTuple(args, "OL", &capsule, &timeout)) return NULL;
+    int runs;
+    if (!PyArg_ParseTuple(args, "OLp", &capsule, &timeout, &runs)) return NULL;
     struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
     if (r == NULL) return NULL;
     bool done = atomic_load_explicit(&r->done, memory_order_acquire);
     if (!done && r->group->forked) return PyLong_FromLong(STATUS_LEFT); /* it is the parent's, and ends there */
     if (!done && timeout >= 0) {
-        WITHOUT_GIL(done = async_wait(r, timeout));
+        int status;
+        WITHOUT_GIL(status = async_wait(r, timeout, runs));
         if (PyErr_Occurred()) return NULL;
+        if (status == STATUS_NESTED) return PyLong_FromLong(-1);
+        done = status == STATUS_OK;
     }
     return done ? PyLong_FromLongLong(r->status) : Py_NewRef(Py_None);
 }
@@ -188,7 +206,7 @@ static PyMethodDef methods[] = {
     METHOD(make_batch, METH_NOARGS, "() -> what requests of one call have in common"),
     METHOD(request_number, METH_O, "(request) -> which operation of its group it is"),
     METHOD(request_give_up, METH_O, "(request) -> status, once nobody uses its tensors any more"),
-    METHOD(request_wait, METH_VARARGS, "(request, timeout_ns) -> status or None"),
+    METHOD(request_wait, METH_VARARGS, "(request, timeout_ns, runs) -> status or None"),
     {NULL, NULL, 0, NULL},
 };
 

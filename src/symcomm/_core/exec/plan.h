@@ -1,6 +1,7 @@
 /* A plan as the executor runs it; written by symcomm/collectives/plan.py, checked once when loaded. */
 #pragma once
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -57,7 +58,9 @@ struct plan {
     const struct plan_step *steps[PLAN_PARTS];
     const struct plan_place *places;
     const int64_t *needs; /* per rank */
-    int64_t *words;       /* owns the memory of everything above */
+    /* Asynchronous calls of this kind that have to be waited for soon before one is left to its caller. */
+    _Atomic int impatience;
+    int64_t *words; /* owns the memory of everything above */
 };
 
 /* NULL with *why set when the words do not make a plan that can be run safely. */

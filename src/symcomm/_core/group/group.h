@@ -13,7 +13,8 @@ struct flight_entry;
 
 /* How many calls took which way. Whoever counts one holds the interpreter lock. */
 struct ways {
-    _Atomic uint64_t taken[2][2]; /* by [Python looked at it][another thread runs it] */
+    _Atomic uint64_t taken[2][2];  /* by [Python looked at it][it is queued] */
+    _Atomic uint64_t by_waiter[2]; /* of the queued ones: run by who waited for them. Counted without that lock */
 };
 
 /* Waits that were not over within the first looks, by how they ended. */

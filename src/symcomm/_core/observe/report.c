@@ -78,6 +78,10 @@ static PyObject *waits(PyObject *self, PyObject *Py_UNUSED(none)) {
 static PyObject *as_dict(const struct ways *w) {
     unsigned long long n[2][2];
     for (int i = 0; i < 4; i++) n[i / 2][i % 2] = atomic_load_explicit(&w->taken[i / 2][i % 2], memory_order_relaxed);
+    for (int i = 0; i < 2; i++) {
+        uint64_t moved = atomic_load_explicit(&w->by_waiter[i], memory_order_relaxed);
+        n[i][0] += moved, n[i][1] -= moved;
+    }
     return Py_BuildValue("{s:K,s:K,s:K,s:K}", "short", n[0][0] + n[0][1], "long", n[1][0] + n[1][1], "inline",
                          n[0][0] + n[1][0], "queued", n[0][1] + n[1][1]);
 }
