@@ -45,17 +45,15 @@ def loaded_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes():
-    assert bench.parse_size("-b", "8") == 8
-    assert bench.parse_size("-b", "64k") == 65536
-    assert bench.parse_size("-b", "2M") == 2 << 20
+    assert bench.pick_sizes("8", "8", 2, "", False) == [8]
+    assert bench.pick_sizes("64k", "2M", 32, "", False) == [65536, 2 << 20]
     assert bench.sizes_between(8, 100, 2, 0) == [8, 16, 32, 64]
     assert bench.sizes_between(8, 32, 2, 10) == [8, 18, 28]
 
 
 def test_the_example_in_the_help_ends_at_its_end():
     low, high, factor = re.search(r"-b (\S+) -e (\S+) -f (\d+)", bench.bench.__doc__).groups()
-    end = bench.parse_size("-e", high)
-    assert bench.sizes_between(bench.parse_size("-b", low), end, int(factor), 0)[-1] == end
+    assert bench.pick_sizes(low, high, int(factor), "", False)[-1] == 64 << 20 and high == "64M"
 
 
 def test_sizes_count_as_in_nccl_tests():
@@ -68,21 +66,21 @@ def test_sizes_count_as_in_nccl_tests():
     assert (case.nbytes, case.count) == (16, 1)
 
 
-def test_calls_that_took_the_long_way_are_warned_of():
+def test_calls_that_took_the_slow_path_are_warned_of():
     case = Case("all_reduce", 1024, 256, "float32", "sum", 0, True)
     gloo, short = Result(case, "gloo", 1e-6, 1e-6, 0), Result(case, "ordinary", 1e-6, 1e-6, 0, calls=1200)
     assert bench_table.ways([gloo]) == ""
-    assert bench_table.ways([gloo, short]) == "way: all 1,200 timed calls of ours took the short way"
+    assert bench_table.ways([gloo, short]) == "way: all 1,200 timed calls of ours took the fast path"
     slow = Result(case, "symmetric", 1e-5, 1e-5, 0, calls=100, long=40)
-    words = "WARNING: 40 of 1,300 timed calls took the long way through Python: all_reduce of 1 KiB"
+    words = "WARNING: 40 of 1,300 timed calls took the slow path through Python: all_reduce of 1 KiB"
     assert bench_table.ways([gloo, short, slow]) == words
     figures = bench_torch.TorchMeasurement("2.15.0", "direct")
-    assert "all blocking calls of ours took the short way" in bench_torch.note([figures])
+    assert "all blocking calls of ours took the fast path" in bench_torch.note([figures], bench_torch.TorchWorkload())
     figures.long["async 8 B"] = 7  # handed to the group's thread, which is what asynchronous calls are for
-    assert "WARNING" not in bench_torch.note([figures])
+    assert "WARNING" not in bench_torch.note([figures], bench_torch.TorchWorkload())
     figures.long["barrier"] = 7
-    assert "WARNING: calls took the long way through Python: barrier (symcomm, torch 2.15" in bench_torch.note(
-        [figures]
+    assert "WARNING: calls took the slow path through Python: barrier (symcomm, torch 2.15" in bench_torch.note(
+        [figures], bench_torch.TorchWorkload()
     )
 
 
@@ -233,7 +231,7 @@ def test_every_collective(tmp_path: Path, ranks: int, sizes: int, more: list[str
     code, output = cli("all", *more, *TINY, "--ranks", str(ranks), "--json", str(path))
     assert code == 0, output
     assert "# wrong elements: 0" in output
-    assert "timed calls of ours took the short way" in output and "WARNING" not in output
+    assert "timed calls of ours took the fast path" in output and "WARNING" not in output
     rows = check_rows(path, ranks, {"ordinary", "symmetric"})
     assert not any(row["long_way"] for row in rows)
     for collective in bench.COLLECTIVES:
@@ -256,7 +254,7 @@ def test_windows(tmp_path: Path, ranks: int):
     code, output = cli("window", "-b", "8", "-e", "4K", "-f", "512", *TINY, "--ranks", str(ranks), "--json", str(path))
     assert code == 0, output
     rows = check_rows(path, ranks, {"ordinary"})
-    assert "timed calls of ours took the short way" in output
+    assert "timed calls of ours took the fast path" in output
     assert [(row["collective"], row["size"]) for row in rows] == [
         ("put", 8), ("put", 4096), ("put_signal", 8), ("put_signal", 4096)
     ]  # fmt: skip

@@ -165,7 +165,7 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     picture = ["--plot", str(tmp_path / "ddp.svg")] if importlib.util.find_spec("matplotlib") else []
     code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path), *picture)
     assert code == 0, output
-    assert asked == [bench_ddp.DdpWorkload(4, *bench.PROGRAMS["ddp"])]
+    assert asked == [bench_ddp.DdpWorkload(4, **bench_ddp.QUICK)]
     assert "| linear | 12.60 M | no DDP | 55.0 | - | - | - | 100 | 50 |" in output
     assert "| linear | 12.60 M | torch DDP, gloo | 120.0 | 65.0 | 54% | 1.00x | 100 | 50 |" in output
     assert "| linear | 12.60 M | symcomm DDP | 62.0 | 7.0 | 11% | 9.29x | 100 | 50 |" in output
@@ -185,19 +185,19 @@ def test_groups_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[bench_groups.GroupsWorkload] = []
     made = {"gloo": [2e-3, 4e-3, 9e-3], "symcomm": [1e-3, 2e-3, 3e-3], "ours": [5e-4] * 3}
 
-    def stand_in(workload: bench_groups.GroupsWorkload, tick: object) -> list[bench_groups.GroupsMeasurement]:
+    def stand_in(workload: bench_groups.GroupsWorkload, *_: object) -> list[bench_groups.GroupsMeasurement]:
         asked.append(workload)
         return [bench_groups.GroupsMeasurement(side, 14 << 10, 512, s, [1e-4] * 3) for side, s in made.items()]
 
     monkeypatch.setattr(bench_groups, "run_groups_bench", stand_in)
     path = tmp_path / "groups.json"
     code, output = cli("groups", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
-    assert code == 0 and asked == [bench_groups.GroupsWorkload(4, *bench.PROGRAMS["groups"])], output
+    assert code == 0 and asked == [bench_groups.GroupsWorkload(4, **bench_groups.QUICK)], output
     assert "| torch, gloo | 4.00 | 1.00x | 0.10 | 14.0 | 0.50 |" in output
     assert "| torch, symcomm | 2.00 | 2.00x | 0.10 | 14.0 | 0.50 |" in output
     rows = json.loads(path.read_text())["rows"]
     assert (rows[1]["make_ms"], rows[1]["fastest_make_ms"]) == (pytest.approx(2), pytest.approx(1))
-    [bars] = bench_groups.picture(stand_in(asked[0], None), asked[0], best=True)
+    [bars] = bench_groups.picture(stand_in(asked[0]), asked[0], best=True)
     assert bars.groups["new_group"]["symcomm"] == pytest.approx(0.5)
     assert "2 or more for groups" in refused("groups", "--ranks", "1")
 
@@ -223,7 +223,7 @@ def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(bench_compile, "run_compile_bench", stand_in)
     path = tmp_path / "compile.json"
     code, output = cli("compile", "--quick", "--markdown", "--json", str(path))
-    assert code == 0 and asked == [bench_compile.CompileWorkload(2, *bench.PROGRAMS["compile"])]
+    assert code == 0 and asked == [bench_compile.CompileWorkload(2, **bench_compile.QUICK)]
     assert "| mlp | 4 | 1024 | symcomm, ours | 1250 | 250 | 8.00x | 2.00x |" in output
     rows = json.loads(path.read_text())["rows"]
     assert rows[3]["communication_us"] == pytest.approx(250) and "communication_us" not in rows[0]
@@ -233,7 +233,7 @@ def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_torch_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[bench_torch.TorchWorkload] = []
 
-    def stand_in(workload: bench_torch.TorchWorkload, tick: object) -> list[bench_torch.TorchMeasurement]:
+    def stand_in(workload: bench_torch.TorchWorkload, *_: object) -> list[bench_torch.TorchMeasurement]:
         asked.append(workload)
         calls = {call: [1e-6, 3e-6, 2e-6] for call in bench_torch.CALLS}
         return [bench_torch.TorchMeasurement(version, "direct", calls) for version in ("2.13.0", "2.15.0")]
@@ -244,7 +244,7 @@ def test_torch_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     other.symlink_to(sys.executable)
     code, output = cli("torch", "--quick", "--markdown", "--python", str(other), "--json", str(path))
     assert code == 0, output
-    assert asked == [bench_torch.TorchWorkload(2, *bench.PROGRAMS["torch"], pythons=(sys.executable, str(other)))]
+    assert asked == [bench_torch.TorchWorkload(2, **bench_torch.QUICK, pythons=(sys.executable, str(other)))]
     assert "| 2.15.0 | symcomm | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 |" in output
     assert all(row["us"] == pytest.approx(2) for row in json.loads(path.read_text())["rows"])
     assert "--python must be Python interpreters" in refused("torch", "--python", "/no/such/python")

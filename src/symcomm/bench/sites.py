@@ -2,7 +2,7 @@
 
 The sites are network namespaces of this machine, joined by a link of 100 Mbit/s and a round trip of 50 ms. A small
 language model is trained by plain data parallel steps, with hooks that compress gradients, and with DiLoCo's outer
-steps: the same first parameters, the same texts, until the loss on the same texts is at the target.
+steps. All start with the same parameters, read the same texts, and stop when the loss reaches the target.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Workload
+from symcomm.bench.frame import Asked, Workload
 from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
 from symcomm.bench.pictures import Curves, Panel
 from symcomm.bench.run import Seen, Tick, quiet
@@ -51,9 +51,13 @@ class SitesWorkload(Workload):
 QUICK: dict[str, Any] = {"target": 2.7, "limit": 60, "methods": ("plain", "int8", "diloco")}
 
 
+def ask(asked: Asked) -> SitesWorkload:
+    return asked.workload(SitesWorkload, QUICK, 1)
+
+
 @dataclass
 class SitesMeasurement:
-    """One method: its way down, and what left the first site meanwhile."""
+    """One method: its loss over time, and the bytes that left the first site."""
 
     method: str
     curve: list[tuple[int, float, float]]  # (steps, seconds, loss) at every check
@@ -105,10 +109,9 @@ def picture(found: Sequence[SitesMeasurement], workload: SitesWorkload, best: bo
     return [Curves("the loss on its way down", "seconds of training", "loss", lines, logarithmic=False)]
 
 
-def note(found: Sequence[SitesMeasurement]) -> str:
+def note(found: Sequence[SitesMeasurement], workload: SitesWorkload) -> str:
     return ""
 
 
 def to_json(found: Sequence[SitesMeasurement], workload: SitesWorkload) -> dict[str, Any]:
-    """Everything measured."""
     return workload.to_json([asdict(f) for f in found])

@@ -15,6 +15,7 @@ from typing import Any
 import symcomm
 from symcomm.bench.pictures import Bars, Curves, Panel
 from symcomm.bench.run import OURS, PLACES, Case, Result
+from symcomm.memory.limits import format_bytes
 
 MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # how many times faster than the best MPI, and than Gloo, we mean to be
 MISSED = "!"
@@ -54,14 +55,6 @@ def microseconds(seconds: float | None) -> str:
 
 def times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
-
-
-def short_size(nbytes: int) -> str:
-    """1048576 -> "1 MiB"; what is no round number stays in bytes."""
-    for factor, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= factor and nbytes % factor == 0:
-            return f"{nbytes // factor} {unit}"
-    return f"{nbytes} B"
 
 
 def ratio(theirs: float | None, ours: float | None) -> float | None:
@@ -143,7 +136,7 @@ def summary_row(results: Sequence[Result], kinds: Sequence[str], peers: Sequence
     """One collective and size, from all results of a case."""
     case, found = results[0].case, {result.series: result for result in results}
     seconds = {name: pick(found.get(name), best) for name in (*kinds, *peers)}
-    row = [case.collective, "" if case.collective == "barrier" else short_size(case.nbytes)]
+    row = [case.collective, "" if case.collective == "barrier" else format_bytes(case.nbytes)]
     for name in (*kinds, *peers):
         wrong = found[name].wrong if name in found else None
         row.append(microseconds(seconds[name]) + (f" WRONG:{wrong}" if wrong else ""))
@@ -195,16 +188,16 @@ def reasons(results: Iterable[Result]) -> list[str]:
 
 
 def ways(results: Iterable[Result]) -> str:
-    """Which way our calls took; a warning where some were not left to the core, whose times those are not."""
+    """Which path our calls took, as a warning if Python made some of them: then those times are not the core's."""
     counted = [r for r in results if r.calls]
     slow = [r for r in counted if r.long]
     if not counted:
         return ""
     total = sum(r.calls for r in counted)
     if not slow:
-        return f"way: all {total:,} timed calls of ours took the short way"
-    where = ", ".join(dict.fromkeys(f"{r.case.collective} of {short_size(r.case.nbytes)}" for r in slow))
-    return f"WARNING: {sum(r.long for r in slow):,} of {total:,} timed calls took the long way through Python: {where}"
+        return f"way: all {total:,} timed calls of ours took the fast path"
+    where = ", ".join(dict.fromkeys(f"{r.case.collective} of {format_bytes(r.case.nbytes)}" for r in slow))
+    return f"WARNING: {sum(r.long for r in slow):,} of {total:,} timed calls took the slow path through Python: {where}"
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -247,7 +240,7 @@ def over_size(title: str, y: str, lines: Mapping[str, Sequence[tuple[int, float]
     """Measurement over sizes, both axes logarithmic; bars for what has no size, a barrier."""
     if not any(nbytes for points in lines.values() for nbytes, _ in points):
         return Bars(title, y, {"": {name: value for name, points in lines.items() for _, value in points}})
-    return Curves(title, "size", y, lines, tick=short_size)
+    return Curves(title, "size", y, lines, tick=format_bytes)
 
 
 def picture(results: Sequence[Result], series: Sequence[str], best: bool) -> list[Panel]:

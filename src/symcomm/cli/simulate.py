@@ -17,12 +17,13 @@ from symcomm.bench.pictures import Curves, check_picture, draw
 from symcomm.cli import simulate_options as options
 from symcomm.cli.command import Command
 from symcomm.cli.simulate_check import draw_table, show_check
+from symcomm.memory.limits import format_bytes
 from symcomm.preflight import check_cache_directory
 from symcomm.simulate import machine as machines
 from symcomm.simulate.predict import Cluster, Estimate, compare, why_left_out
 from symcomm.simulate.topology import Topology, parse_topology, resized
 from symcomm.simulate.training import Step
-from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, parse_bytes
+from symcomm.simulate.units import format_time, parse_bandwidth, parse_bytes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 CALL = "symcomm simulate"

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import typer
 
+from symcomm.memory.limits import format_bytes
 from symcomm.simulate.check import Checked, check, read
 from symcomm.simulate.machine import Machine
 from symcomm.simulate.topology import Link
-from symcomm.simulate.units import format_bytes, format_time
+from symcomm.simulate.units import format_time
 
 
 def show_check(files: Sequence[Path], machine: Machine, as_json: bool) -> None:
