@@ -183,19 +183,17 @@ class Job:
 def reserve_port(port: int = 0) -> socket.socket:
     """A socket that keeps a port for rank 0's store: a free one, or the given one. Hold it while the ranks run.
 
-    It is bound but never listens, with SO_REUSEADDR. Linux then lets rank 0 bind the same port (stores set SO_REUSEADDR
-    too), but gives it to no program that asks for any free port. So at no moment could another program get it.
-    """
-    try:
+    It is bound with SO_REUSEADDR and never listens. Linux then lets rank 0 bind the same port, since stores set
+    SO_REUSEADDR too, but never hands it to a program that asks for any free port."""
+    with contextlib.suppress(OSError):  # no IPv6 here, or the port is taken
         return _bound(socket.AF_INET6, port)
-    except OSError:  # no IPv6 here, or the port is taken
-        try:
-            return _bound(socket.AF_INET, port)
-        except OSError as error:
-            raise ResourceError(
-                f"{CALL}: port {port or 'any'} cannot be used on this host ({os.strerror(error.errno or 0)}); "
-                "end the program that holds it, or name another in --rdzv-endpoint on every node."
-            ) from None
+    try:
+        return _bound(socket.AF_INET, port)
+    except OSError as error:
+        raise ResourceError(
+            f"{CALL}: port {port or 'any'} cannot be used on this host ({os.strerror(error.errno or 0)}); "
+            "end the program that holds it, or name another in --rdzv-endpoint on every node."
+        ) from None
 
 
 def _bound(family: int, port: int) -> socket.socket:
@@ -241,10 +239,8 @@ class NodePlacement(NamedTuple):
 def find_placement(
     nnodes: str, node_rank: int | None, endpoint: tuple[str, int] | None, environ: Mapping[str, str] | None = None
 ) -> NodePlacement:
-    """``--nnodes``, ``--node-rank`` and ``--rdzv-endpoint``; what is not given may be in a scheduler's variables. They
-    count only if there are several nodes, or with ``--nnodes auto``: a batch script on the first of many nodes may want
-    to run something on it alone.
-    """
+    """``--nnodes``, ``--node-rank`` and ``--rdzv-endpoint``, or a scheduler's variables in their place. These count
+    only for several nodes or ``--nnodes auto``: a batch script on the first of many nodes may run something alone."""
     if nnodes != "auto" and not re.fullmatch(r"-?\d{1,6}", nnodes):
         raise bad_argument(CALL, "--nnodes", nnodes, "a number of 1 or more, auto, or MIN:MAX")
     count = None if nnodes == "auto" else int(nnodes)
@@ -291,11 +287,8 @@ def parse_count(text: str) -> int:
     if text == "gpu":
         count = count_gpus(os.environ)
         if not count:
-            found = (
-                "nvidia-smi found none"
-                if "CUDA_VISIBLE_DEVICES" not in os.environ
-                else "CUDA_VISIBLE_DEVICES hides all"
-            )
+            hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+            found = "CUDA_VISIBLE_DEVICES hides all" if hidden else "nvidia-smi found none"
             raise BadArgumentError(f"{CALL}: -n gpu, but there is no GPU here ({found}); use -n cpu or a number.")
         return count
     if not re.fullmatch(r"\d{1,6}", text) or int(text) < 1:

@@ -10,10 +10,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from symcomm import errors
 from symcomm._core import native
@@ -37,11 +37,12 @@ from symcomm.store.base import (
     to_world_size,
     wait_late,
 )
-from symcomm.store.tcp_server import Server, StoreLimits, start_server
-from symcomm.store.tcp_wire import Connection
+from symcomm.store.tcp_server import StoreLimits, StoreServer, start_server
+from symcomm.store.tcp_wire import StoreConnection
 
 __all__ = ["StoreLimits", "TCPStore"]
 
+Answer = TypeVar("Answer")
 _NO_KEYS = native.STORE_NO_KEYS
 _MOST_LOOKED_AT = 256  # keys, to find out which ones are missing
 _JOIN_PAUSE = 0.010  # seconds between two looks at the workers' count
@@ -93,7 +94,8 @@ class TCPStore(Store):
         token_is_optional: bool = False,
     ):
         call = "TCPStore"
-        host_name, port, workers = _to_host(host_name), _to_port(port), _to_workers(world_size)
+        port = to_int(call, "port", port, range(1 << 16), "an int from 0 to 65535")
+        host_name, workers = _to_host(host_name), _to_workers(world_size)
         is_master, use_libuv = to_flag(call, "is_master", is_master), to_flag(call, "use_libuv", use_libuv)
         wait_for_workers = to_flag(call, "wait_for_workers", wait_for_workers)
         self.set_timeout(timeout)
@@ -102,10 +104,10 @@ class TCPStore(Store):
         self._use_libuv = use_libuv
         self._lock = threading.RLock()
         self._in_call = False  # the connection waits for an answer; see _call()
-        self._connection: Connection | None = None
+        self._connection: StoreConnection | None = None
         self._wait_before_get = not use_libuv  # see get()
         self._unanswered = ""  # the last call, if it was one that gets no answer
-        self._server: Server | None = None
+        self._server: StoreServer | None = None
         if is_master:
             try:
                 self._server = start_server(
@@ -303,45 +305,43 @@ class TCPStore(Store):
     # --- the exchange ------------------------------------------------------------------------------
 
     def _call(self, call: str, command: int, keys: Any, body: Any, shape: str) -> Any:
-        """One frame (the command, its keys, what follows them), one answer; see _core/store/client.c.
+        """One frame (the command, its keys, what follows them), one answer; see _core/store/client.c."""
 
-        A signal handler (or a finalizer) may call while its own thread is in another call, whose answer is still under
-        way: it gets a connection of its own."""
-        with self._lock:
-            if self._in_call:
-                with closing(self.clone()) as twin:
-                    return twin._call(call, command, keys, body, shape)
-            connection = self._connection or self._reconnect()
-            try:
-                self._in_call = True
-                answer = native.store_call(connection.fd, command, keys, body, shape, self._timeout_s)
-                self._unanswered = call if shape == "-" else ""
-                return answer
-            except BaseException as error:
-                self._drop()  # in any case, an answer may still be under way
-                raise self._explain(call, keys, error) from None
-            finally:
-                self._in_call = False
+        def exchange(connection: StoreConnection) -> Any:
+            answer = native.store_call(connection.fd, command, keys, body, shape, self._timeout_s)
+            self._unanswered = call if shape == "-" else ""
+            return answer
+
+        return self._on_connection(call, keys, exchange)
 
     def _wait_call(self, call: str, command: int, keys: Any, body: Any, seconds: float) -> bool:
         """A call whose answer is one byte once something has happened; False if it did not in time."""
+
+        def exchange(connection: StoreConnection) -> bool:
+            try:
+                native.store_call(connection.fd, command, keys, body, "1", seconds)
+                return True
+            except native.StoreLate:
+                answer = native.store_call(connection.fd, wire.CANCEL, _NO_KEYS, None, "1", self._timeout_s)
+                if answer == 0:  # it happened while we were giving up; the cancelling is answered, too
+                    connection.exchange(b"", "1", 0, self._timeout_s)
+                return answer == 0
+
+        return self._on_connection(call, keys, exchange)
+
+    def _on_connection(self, call: str, keys: Any, exchange: Callable[[StoreConnection], Answer]) -> Answer:
+        """Run ``exchange`` on our connection. A signal handler (or a finalizer) may call while its own thread waits for
+        the answer to another call: it gets a connection of its own."""
         with self._lock:
             if self._in_call:
                 with closing(self.clone()) as twin:
-                    return twin._wait_call(call, command, keys, body, seconds)
+                    return twin._on_connection(call, keys, exchange)
             connection = self._connection or self._reconnect()
             try:
                 self._in_call = True
-                try:
-                    native.store_call(connection.fd, command, keys, body, "1", seconds)
-                    return True
-                except native.StoreLate:
-                    answer = native.store_call(connection.fd, wire.CANCEL, _NO_KEYS, None, "1", self._timeout_s)
-                    if answer == 0:  # it happened while we were giving up; the cancelling is answered, too
-                        connection.exchange(b"", "1", 0, self._timeout_s)
-                    return answer == 0
+                return exchange(connection)
             except BaseException as error:
-                self._drop()
+                self._drop()  # in any case, an answer may still be under way
                 raise self._explain(call, keys, error) from None
             finally:
                 self._in_call = False
@@ -368,7 +368,7 @@ class TCPStore(Store):
             )
         return error
 
-    def _reconnect(self) -> Connection:
+    def _reconnect(self) -> StoreConnection:
         self._connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token, patient=False)
         return self._connection
 
@@ -461,10 +461,6 @@ def _to_host(host_name: object) -> str:
     if not isinstance(host_name, str):
         raise errors.wrong_type("TCPStore", "host_name", host_name, "a str: a host name or an address")
     return host_name
-
-
-def _to_port(port: object) -> int:
-    return to_int("TCPStore", "port", port, range(1 << 16), "an int from 0 to 65535")
 
 
 def _to_workers(world_size: object) -> int | None:

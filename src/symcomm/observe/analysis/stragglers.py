@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from symcomm.observe.analysis.calls import Calls
 from symcomm.observe.analysis.clocks import offsets
@@ -15,7 +14,7 @@ WINDOWS = 8  # parts of the recorded time, to distinguish a rank that is always 
 
 @dataclass
 class Straggler:
-    """One rank. The others' sleep in collectives to which it arrived last is attributed to it."""
+    """One rank. It is charged with the others' sleep in collectives to which it came last."""
 
     rank: int
     collectives: int = 0  # that it took part in, as far as all ranks recorded them
@@ -24,9 +23,6 @@ class Straggler:
     caused_s: float = 0.0  # sleep of all other ranks in those
     waited_s: float = 0.0  # its own sleep
     over_time: list[float] = field(default_factory=lambda: [0.0] * WINDOWS)  # caused_s, by part of the recorded time
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def stragglers(trace: Trace) -> list[Straggler]:

@@ -1,7 +1,7 @@
 """What went wrong with a job, in one sentence, from what all its ranks recorded.
 
-In order of suspicion: a rank that died, ranks that disagree, a rank that is stopped, a cycle of ranks that wait for
-each other, and finally the rank that the others wait for, found by following waits to a rank that does not wait itself.
+In order of suspicion: a rank that died, ranks that disagree, a stopped rank, a cycle of ranks that wait for each other,
+and finally the rank that all the others wait for and that waits for nobody.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def _circle_words(ranks: list[int], waits: dict[int, _Wait]) -> Verdict:
 
 
 def _missing(trace: Trace, calls: Calls, waits: dict[int, _Wait]) -> Verdict | None:
-    """The rank that others wait for and that does not wait itself; of several waits, the one that began first."""
+    """The rank that others wait for and that waits for nobody; of several, the one whose wait began first."""
     roots = [w for w in _distinct(waits) if any(r not in waits for r in w.absent)]
     if not roots:
         return None

@@ -1,4 +1,4 @@
-"""Dumps: one file per rank, in PyTorch's format; the key ``symcomm`` has all that this format has no field for."""
+"""Dumps: one file per rank, in PyTorch's format. The key ``symcomm`` has what that format lacks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def boot_id() -> str:
 
 
 def ask_name(pid: int) -> str:
-    """A file of this name in the folder of dumps asks a process for its stacks; it is removed with the answer."""
+    """A file of this name in the folder of dumps asks a process for its stacks; the process removes it."""
     return f".ask-{pid}.symcomm"
 
 
@@ -96,13 +96,8 @@ def write_for_torch(rank: int, dump: bytes) -> None:
     path.write_bytes(dump)
 
 
-def write(trace: RankTrace, prefix: str, *, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
-    """Write a rank's dump to ``prefix`` and its number. ``replace=False`` keeps an existing dump."""
-    return write_to(f"{prefix}{trace.rank}", trace, timeouts_ms, replace)
-
-
-def write_to(path: str, trace: RankTrace, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
-    """Write atomically: a reader finds a whole dump or none."""
+def write(trace: RankTrace, path: str, *, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
+    """Write a dump atomically: a reader finds a whole one or none. ``replace=False`` keeps an existing dump."""
     groups = dict(enumerate(trace.groups, 1))
     dump = torch_dump(trace.operations, groups, timeouts_ms=timeouts_ms)
     data = as_pickle({**dump, "symcomm": trace.to_dict()})

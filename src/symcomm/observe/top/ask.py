@@ -1,7 +1,7 @@
 """Asks a running job's processes on demand: where its ranks are in the program, and the store's keys.
 
-A rank that runs a server (``symcomm run --server``) is asked over HTTP; one that traces (``symcomm run --trace DIR``)
-finds a question in its folder of dumps, and answers there. For others, py-spy and the kernel know a little.
+A rank with a server (``symcomm run --server``) is asked over HTTP. One that traces (``symcomm run --trace DIR``) finds
+the question in its folder of dumps, and answers there. Of others, py-spy and the kernel know a little.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _folder_of(pid: int) -> str | None:
 class _Folder:
     """The folder in which a process writes dumps, and is asked by a file of a certain name.
 
-    The process says which folder that is. When root asks, that is another user's word, so the folder must be that
-    user's own; nothing is made for it, and no link in it is followed."""
+    The process names the folder. When root asks, that is another user's word: then the folder must belong to that user,
+    we make nothing there, and we follow no link."""
 
     def __init__(self, path: str, pid: int):
         self._user, as_root = user_of(pid), os.geteuid() == 0

@@ -1,9 +1,8 @@
 """Where a viewer's data comes from: the ranks of a job, observed from outside.
 
-A ``Feed`` is polled and returns what is new. ``attach(pids)`` makes one that reads the flight
-recorders of running processes: their arenas are memory files that any process of the same user can open, read-only,
-under ``/proc/PID/fd``. The ranks do not take part, so this also works while they are stuck, and a file that was opened
-keeps telling what a rank did before it died.
+A ``Feed`` is polled and returns what is new. ``attach(pids)`` makes one that reads the flight recorders of running
+processes: their arenas are memory files that any process of the same user can open under ``/proc/PID/fd``, read-only.
+The ranks take no part, so this works while they are stuck, and an open file still tells what a rank did before it died.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class _Recorder:
         return os.pread(self.fd, length, PAGE + place)
 
     def read(self) -> None:
-        """Copy what is new. Nothing is decoded yet, so that all ranks are read at nearly the same moment."""
+        """Copy what is new. Decoding comes later, so that all ranks are read at nearly the same moment."""
         self.total, self._capacity, self._named, _, forgotten = struct.unpack("<5Q", self.bytes_at(0, 40))
         self.waits = read_waits(self.fd)
         self._pieces = []
@@ -246,10 +245,9 @@ def attach(pids: Iterable[int], title: str = "job", *, call: str = "attach") -> 
                     seen.add(nonce)
                     recorders.append(_Recorder(pid, fd))
     if not recorders:
-        raise errors.ResourceError(
-            f"{call}: no rank found in {'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}; "
-            "they must still run on this host, as the same user, and have joined a group."
-        )
+        where = f"{'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}"
+        fix = "they must still run on this host, as the same user, and have joined a group"
+        raise errors.ResourceError(f"{call}: no rank found in {where}; {fix}.")
     return SharedMemoryFeed(recorders, title)
 
 
@@ -258,6 +256,6 @@ class _OwnFeed(SharedMemoryFeed):
         return {}  # a process does not ask itself
 
 
-def attach_arena(fd: int, title: str = "rank") -> SharedMemoryFeed:
+def attach_arena(fd: int) -> SharedMemoryFeed:
     """A feed of one rank of this process, whose arena is open as ``fd``."""
-    return _OwnFeed([_Recorder(os.getpid(), os.dup(fd))], title)
+    return _OwnFeed([_Recorder(os.getpid(), os.dup(fd))], "rank")

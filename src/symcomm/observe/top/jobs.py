@@ -1,8 +1,8 @@
-"""Which jobs of this user run on this host: processes that own arenas. Those that map each other's are one job
-(each the other's: a forked child maps what its parent had mapped, too).
+"""Which jobs of this user run on this host: processes that own arenas. Processes that map each other's arenas are one
+job. (Each must map the other's: a forked child still maps what its parent had mapped.)
 
-A rank's arena is a file that only processes of its job hold. A process that may look into ``/proc/PID/fd`` (of the same
-user, the kernel requires) can open it again, read-only, and the ranks need not help.
+Only processes of a job hold the file of a rank's arena. Another process of the same user can open it again through
+``/proc/PID/fd``, read-only, without help from the ranks.
 """
 
 from __future__ import annotations
