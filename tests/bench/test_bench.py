@@ -23,8 +23,8 @@ from symcomm.bench import run as bench_run
 from symcomm.bench import table as bench_table
 from symcomm.bench import torch_calls as bench_torch
 from symcomm.bench import worker as bench_worker
-from symcomm.bench.estimate import Estimate, in_words
-from symcomm.bench.run import Case, Effort, Result, measure, open_sides
+from symcomm.bench.estimate import TimeLeft, in_words
+from symcomm.bench.run import Case, CaseResult, Effort, measure, open_sides
 from symcomm.cli import bench
 from tests.support.bench_cli import cli, refused
 from tests.support.loaded import stand_in
@@ -68,10 +68,10 @@ def test_sizes_count_as_in_nccl_tests():
 
 def test_calls_that_took_the_slow_path_are_warned_of():
     case = Case("all_reduce", 1024, 256, "float32", "sum", 0, True)
-    gloo, short = Result(case, "gloo", 1e-6, 1e-6, 0), Result(case, "ordinary", 1e-6, 1e-6, 0, calls=1200)
+    gloo, short = CaseResult(case, "gloo", 1e-6, 1e-6, 0), CaseResult(case, "ordinary", 1e-6, 1e-6, 0, calls=1200)
     assert bench_table.ways([gloo]) == ""
     assert bench_table.ways([gloo, short]) == "way: all 1,200 timed calls of ours took the fast path"
-    slow = Result(case, "symmetric", 1e-5, 1e-5, 0, calls=100, long=40)
+    slow = CaseResult(case, "symmetric", 1e-5, 1e-5, 0, calls=100, long=40)
     words = "WARNING: 40 of 1,300 timed calls took the slow path through Python: all_reduce of 1 KiB"
     assert bench_table.ways([gloo, short, slow]) == words
     figures = bench_torch.TorchMeasurement("2.15.0", "direct")
@@ -99,7 +99,7 @@ def test_bus_bandwidth(collective: str, factor: float):
 def test_summary_marks_what_misses_its_goal():
     case = Case("all_reduce", 8, 2, "float32", "sum", 0, True)
     seconds = {"ordinary": 2e-6, "gloo": 5e-6, "mpich": 3e-6, "openmpi": 1e-6}
-    results = [Result(case, name, s, s, 0) for name, s in seconds.items()]
+    results = [CaseResult(case, name, s, s, 0) for name, s in seconds.items()]
     peers = ["gloo", "mpich", "openmpi"]
     row = bench_table.summary_row(results, ["ordinary"], peers, best=False)
     cells = dict(zip(bench_table.summary_head(["ordinary"], peers), row, strict=True))
@@ -111,7 +111,7 @@ def test_summary_marks_what_misses_its_goal():
 def test_the_time_that_is_left_is_learnt():
     """A guess at first; then what cases of the same size took, and guesses as wrong as those before."""
     cases = [Case(name, size, size, "float32", "sum", 0, True) for name in ("reduce", "gather") for size in (8, 4096)]
-    estimate = Estimate(cases, 2, Effort())
+    estimate = TimeLeft(cases, 2, Effort())
     assert 0.4 * 4 < estimate.seconds_left() < 60
     estimate.took(10.0)
     left = estimate.seconds_left()  # 10 s for the other small one, and about as much for each large one
@@ -159,7 +159,7 @@ def test_lines_have_as_many_cells_as_their_heads(peers: list[str]):
     lines: list[str] = []
     report = bench.Report(question, lines.append, summary=False, markdown=True, best=False)
     for case in question.cases:
-        report.add([Result(case, name, 2e-6, 1e-6, 0) for name in question.series])
+        report.add([CaseResult(case, name, 2e-6, 1e-6, 0) for name in question.series])
     tables = [block.splitlines() for block in "\n".join(lines).split("**") if block.startswith("\n")]
     assert len(tables) == len(bench.COLLECTIVES)
     for collective, (_, _, head, _, *rows) in zip(bench.COLLECTIVES, tables, strict=True):

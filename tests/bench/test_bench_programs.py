@@ -22,7 +22,7 @@ from symcomm.bench import sites as bench_sites
 from symcomm.bench import store as bench_store
 from symcomm.bench import table as bench_table
 from symcomm.bench import torch_calls as bench_torch
-from symcomm.bench.run import Case, Result
+from symcomm.bench.run import Case, CaseResult
 from symcomm.cli import bench
 from symcomm.cli.progress import Bar
 from tests.support.bench_cli import cli, refused
@@ -94,8 +94,8 @@ def test_the_store_beside_pytorchs():
 
 def test_every_benchmark_has_a_picture():
     case = Case("all_gather", 1024, 2, "float32", "sum", 0, False)
-    results = [Result(case, name, 2e-6, 1e-6) for name in ("gloo", "ordinary")]
-    results.append(Result(Case("barrier", 0, 0, "float32", "sum", 0, True), "gloo", 5e-6, 5e-6))
+    results = [CaseResult(case, name, 2e-6, 1e-6) for name in ("gloo", "ordinary")]
+    results.append(CaseResult(Case("barrier", 0, 0, "float32", "sum", 0, True), "gloo", 5e-6, 5e-6))
     [curves, bars] = bench_table.picture(results, ["ordinary", "gloo"], best=False)
     assert curves.lines == {"symcomm, ordinary tensors": [(1024, 2.0)], "gloo": [(1024, 2.0)]}
     assert bars.groups == {"": {"gloo": 5.0}}  # a barrier has no size
@@ -290,8 +290,8 @@ def test_ranks_that_do_not_communicate_are_noticed(model: str):
     """The check can fail: each rank on its own batches does not learn what one process with all of them does."""
 
     def check(rank: int, communicates: bool) -> dict:
-        side = bench_ddp_worker.Side(rank, 2, communicates, lambda module: module, lambda: None)
-        return bench_ddp_worker.Training(side, model, 16).check(2)
+        side = bench_ddp_worker.DdpSide(rank, 2, communicates, lambda module: module, lambda: None)
+        return bench_ddp_worker.DdpTraining(side, model, 16).check(2)
 
     reference = [check(rank, communicates=False) for rank in range(2)]
     deaf = [check(rank, communicates=True) for rank in range(2)]

@@ -113,7 +113,7 @@ def measure(group: Any, call: str, piece: int, workload: AttachWorkload) -> tupl
     calls[1]()
     if not _has_attached(groups[1]):
         return None
-    counts = [_agreed(group, _count(call_once, workload.seconds)) for call_once in calls]
+    counts = [group.all_gather_object(_count(call_once, workload.seconds))[0] for call_once in calls]
     times: list[list[float]] = [[], []]
     for _ in range(workload.rounds):
         for side in (0, 1):
@@ -142,7 +142,6 @@ def _need_attached(group: Any) -> None:
 
 
 def _has_attached(group: Any) -> bool:
-    """Whether the last call did."""
     from symcomm.observe.recorder.records import operations_of
 
     recorded = operations_of(group)[group.rank]
@@ -159,10 +158,6 @@ def _count(call_once: Callable[[], Any], seconds: float) -> int:
     return max(1, round(seconds * 3 / max(time.perf_counter() - begun, 1e-7)))
 
 
-def _agreed(group: Any, count: int) -> int:
-    return int(group.all_gather_bytes(b"%d" % count)[0])
-
-
 def _time(group: Any, call_once: Callable[[], Any], count: int) -> float:
     """Seconds of a call, from one barrier to the next."""
     group.barrier()
@@ -177,7 +172,6 @@ def _time(group: Any, call_once: Callable[[], Any], count: int) -> float:
 
 
 def run_attach_bench(workload: AttachWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[AttachMeasurement]:
-    """Measure every size."""
     from symcomm.group.spawn import spawn
 
     rows: list[AttachMeasurement] = []

@@ -51,14 +51,11 @@ def ask(asked: frame.Asked) -> CompileWorkload:
 
 @dataclass
 class CompileMeasurement(frame.StepMeasurement):
-    """One graph on one side."""
-
     nbytes: int = 0
     calls: int = 0
 
 
 def run_compile_bench(workload: CompileWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[CompileMeasurement]:
-    """Measure every graph on every side."""
     found: list[CompileMeasurement] = []
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
         for graph in workload.graphs:

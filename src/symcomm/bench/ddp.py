@@ -58,7 +58,6 @@ class DdpMeasurement(frame.StepMeasurement):
 
 
 def run_ddp_bench(workload: DdpWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[DdpMeasurement]:
-    """Measure every model on every side."""
     found: list[DdpMeasurement] = []
     for model in workload.models:
         found += _measure(workload, model, tick)

@@ -14,7 +14,7 @@ BYTES_PER_SECOND = 1e9  # of one rank that calls, or fills and checks tensors, w
 CALLS, PASSES = 12, 20  # that are made at least; through tensors, to fill and check them
 
 
-class Estimate:
+class TimeLeft:
     """The seconds that are left for ``cases``, which are done in this order on so many ``series``.
 
     A case takes as long as the last of its size did; where there was none, as long as guessed, times what guesses have

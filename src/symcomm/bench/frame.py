@@ -70,7 +70,6 @@ class Workload:
         return False
 
     def how(self, best: bool) -> str:
-        """How the figures came about."""
         return ""
 
     def to_json(self, rows: Sequence[Any], **more: Any) -> dict[str, Any]:
@@ -138,7 +137,6 @@ def time_steps(
     sides: Mapping[str, Side], found: Sequence[StepMeasurement], workload: TurnsWorkload, what: str,
     names: Mapping[str, str], tick: Tick,
 ) -> None:  # fmt: skip
-    """Add the turns to ``found``."""
     for figures in in_turns(found, workload.rounds):
         answers = sides[figures.side].ask(what, {"do": "time", "steps": workload.steps})
         figures.turns.append(slowest(answers, "seconds"))
@@ -146,7 +144,6 @@ def time_steps(
 
 
 def need_right(error: float, most: float, what: str, whose: str = "their") -> None:
-    """Refuse to time wrong results."""
     if not error <= most:  # not: NaN is refused too
         raise errors.SymcommError(
             f"symcomm bench: {what.format(f'{error:.2g}')} of {whose} size apart, at most {most:g} is rounding); "

@@ -53,7 +53,6 @@ class GroupsMeasurement(Measurement):
 
 
 def run_groups_bench(workload: GroupsWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[GroupsMeasurement]:
-    """Measure every side."""
     found = [GroupsMeasurement(side) for side in SIDES]
     what = "making groups"
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:

@@ -29,7 +29,7 @@ DEADLINE = 900.0  # seconds of silence, in which one size of a collective is mea
 
 @dataclass(frozen=True)
 class HostsWorkload(TurnsWorkload):
-    """At every size. ``ranks``: of each host; a step is a call."""
+    """``ranks``: of each host; a step is a call."""
 
     rounds: int = 5
     steps: int = 3
@@ -111,7 +111,6 @@ def _our_way(hosts: int) -> dict[str, float]:
 
 
 def run_hosts_bench(workload: HostsWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[HostsMeasurement]:
-    """Measure both sides at every size."""
     if reason := why_no_namespaces():
         raise errors.ResourceError(f"symcomm bench: hosts needs network namespaces: {reason}.")
     with Network(workload.hosts, workload.mbits) as network:

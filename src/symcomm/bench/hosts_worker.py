@@ -23,7 +23,7 @@ SMALL, MORE_STEPS = 256 << 10, 5  # bytes, up to which a turn has so many times 
 
 
 class Ranks:
-    """All ranks of the run: what each has found, and what crosses the busiest host's link meanwhile."""
+    """All ranks: what each has found, and what crosses the busiest host's link meanwhile."""
 
     def __init__(self, group: Any):
         self.group, self.idle = group, 0
@@ -45,7 +45,7 @@ class Ranks:
 
 
 def measure(case: Case, workload: dict[str, Any], sides: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
-    """Values first, and one more call, so that all is warm; then the sides take turns."""
+    """Check values, warm up, then let the sides take turns."""
     ready = {name: Bench(side, SimpleNamespace(**asdict(case), kind="ordinary")) for name, side in sides.items()}
     rows: dict[str, dict[str, Any]] = {
         name: {"collective": case.collective, "nbytes": case.nbytes, "side": name, "sent": math.inf, "turns": []}
@@ -68,7 +68,7 @@ def measure(case: Case, workload: dict[str, Any], sides: dict[str, Any], ranks: 
 
 
 def _check_barrier(name: str, barrier: Callable[[], Any], ranks: Ranks) -> None:
-    """Nobody leaves before the last has come. The hosts are one machine, which has one clock."""
+    """Nobody leaves before the last has come. The hosts are one machine with one clock."""
     if ranks.group.rank == ranks.group.size - 1:
         time.sleep(0.05)
     came = time.monotonic()

@@ -32,7 +32,7 @@ COPY = -1
 
 
 def cache_sizes(caches: Path = CACHES) -> dict[int, int]:
-    """Bytes of each level, of data."""
+    """Bytes of each level's data cache."""
     found = dict(USUAL_CACHES)
     for index in caches.glob("index*"):
         level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
@@ -120,7 +120,6 @@ def _measure(workload: KernelsWorkload, buffers: Buffers, dtype: DType | None, o
 
 
 def run_kernels_bench(workload: KernelsWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[KernelsMeasurement]:
-    """Measure every case at every size."""
     buffers = {name: Buffers(workload.sources, nbytes) for name, nbytes in workload.sizes.items()}
     rows = []
     cases: list[tuple[DType | None, RedOpType | None]] = [(None, None), *workload.cases]

@@ -138,7 +138,6 @@ def _open(section: LlmSection) -> Iterator[dict[str, Side]]:
 
 
 def run_llm_bench(workload: LlmWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[LlmMeasurement]:
-    """Measure section after section."""
     found: list[LlmMeasurement] = []
     for section in workload.sections:
         found += measure(section, workload, tick, getattr(tick, "begin", quiet))
@@ -178,7 +177,7 @@ def together(sides: Sequence[Side]) -> list[Sequence[Side]]:
 
 
 def _prepare(sides: Sequence[Side], section: LlmSection, workload: LlmWorkload, what: str, begin: Tick) -> None:
-    """Make the model on every side; refuse to time one that does not write what one process writes."""
+    """Make the model on every side; refuse to time one that writes other tokens than a single process."""
     for some in together(sides):
         begin(f"preparing {what}, {', '.join(SIDES[side.name] for side in some)}")
         for side in some:
@@ -210,7 +209,7 @@ def speeds(figures: LlmMeasurement, workload: LlmWorkload, best: bool) -> tuple[
 def row_of(
     figures: LlmMeasurement, section: Sequence[LlmMeasurement], workload: LlmWorkload, best: bool = False
 ) -> list[str]:
-    """``section``: all figures of the section; ratios are to those of the same."""
+    """``section``: all figures of the section; ratios are to its sides."""
     if figures.reason:
         return [figures.mode, str(figures.ranks), SIDES[figures.side], *["-"] * 5]
     prefill, decode = speeds(figures, workload, best)

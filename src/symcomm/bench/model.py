@@ -10,7 +10,7 @@ PREVIOUS = 2  # characters that each place is shown beside its own: half a minut
 
 
 def own_source() -> bytes:
-    """Every Python file of the installed package: a text that is always there. What is not ASCII becomes '?'."""
+    """Every Python file of the installed package: text that is always there. What is not ASCII becomes '?'."""
     package = Path(__file__).parents[1]
     files = sorted(package.rglob("*.py"))
     return "\n".join(file.read_text() for file in files).encode("ascii", "replace")
@@ -52,7 +52,7 @@ def decoder(width: int, layers: int, context: int, heads: int = 4) -> Any:
 
 
 def sample(model: Any, start: str, length: int, temperature: float = 0.6) -> str:
-    """``start`` and ``length`` characters that the model adds to it."""
+    """``start`` and the ``length`` characters with which the model continues it."""
     import torch
 
     draw = torch.Generator().manual_seed(0)

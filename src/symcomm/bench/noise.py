@@ -109,7 +109,6 @@ class NoiseWorkload(Workload):
 
     @property
     def cores(self) -> list[int]:
-        """The cores that the ranks use."""
         cores = sorted(os.sched_getaffinity(0))
         return cores[: self.ranks] if self.pinned else cores
 
@@ -167,7 +166,6 @@ def live_beside(neighbours: Neighbours, cores: Sequence[int]) -> Iterator[None]:
 
 
 def run_noise_bench(workload: NoiseWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[NoiseMeasurement]:
-    """Measure every case beside every kind of neighbour."""
     found: list[NoiseMeasurement] = []
     with open_sides(workload.sides, workload.ranks, workload.pinned) as sides:
         for neighbours in workload.neighbours:

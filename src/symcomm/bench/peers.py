@@ -46,7 +46,6 @@ def parse_peers(text: str) -> list[str]:
 
 
 def is_set_up(name: str) -> bool:
-    """Whether the MPI of that name can be run."""
     return (peers_dir() / name / "bin" / MPIS[name]).exists()
 
 
@@ -102,7 +101,7 @@ def start_of(
 
 
 def _mpi(name: str, world: int, worker: list[str]) -> Start:
-    """Ranks that busy-wait, as MPI does by itself, while each has a core; otherwise they offer it while they wait."""
+    """MPI's ranks busy-wait if each has a core, MPI's default; otherwise they yield while they wait."""
     home = peers_dir() / name / "bin"
     crowded = world > len(os.sched_getaffinity(0))
     launch = [str(home / MPIS[name]), "-n", str(world)]

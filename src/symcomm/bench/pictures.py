@@ -83,7 +83,7 @@ Panel = Curves | Bars
 
 
 def check_picture(call: str, option: str, path: Path) -> None:
-    """Refuse before the work what could not be drawn after it."""
+    """Refuse, before the work, a picture that could not be drawn after it."""
     if path.suffix not in (".png", ".svg"):
         raise errors.bad_argument(call, option, str(path), "a file that ends in .png or .svg")
     check_output_file(call, option, path)
@@ -96,7 +96,7 @@ def check_picture(call: str, option: str, path: Path) -> None:
 
 
 def draw(path: Path, heading: str, panels: Sequence[Panel]) -> None:
-    """All panels in one picture, with one legend: what has the same name has the same colour."""
+    """All panels in one picture with one legend; the same name has the same colour in all."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -123,7 +123,7 @@ def draw(path: Path, heading: str, panels: Sequence[Panel]) -> None:
 
 
 def _finish(axis: Any, panel: Panel) -> None:
-    """What all panels have: numbers that are no powers of ten, words, a grid."""
+    """Labels, a grid, and numbers that are no powers of ten."""
     from matplotlib.ticker import LogFormatterSciNotation
 
     class Between(LogFormatterSciNotation):  # it knows which ticks between two powers of ten there is room for

@@ -83,7 +83,7 @@ def destination(packet: bytes) -> bytes:
 
 
 def relay(devices: dict[bytes, int], uplinks: dict[int, Uplink], end: int) -> None:
-    """Carry packets between ``devices`` (by address) until there is something to read, or an end, at ``end``."""
+    """Carry packets between ``devices`` (by address) until ``end`` has something to read, or closes."""
     watched = [end, *uplinks]
     while True:
         arrivals = [uplink.next_arrival for uplink in uplinks.values()]

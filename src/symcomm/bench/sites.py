@@ -77,7 +77,6 @@ class SitesMeasurement:
 
 
 def run_sites_bench(workload: SitesWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[SitesMeasurement]:
-    """Train with every method; a turn is a check of the loss."""
     if reason := why_no_slow_network():
         raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
     with SlowNetwork(workload.sites, workload.mbits, workload.round_trip_ms) as network:

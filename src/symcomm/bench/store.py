@@ -71,7 +71,6 @@ Row = dict[str, Any]  # what, clients; for each side its time in us and, where m
 
 
 def run_store_bench(workload: StoreWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[Row]:
-    """Measure every call, waking, and connecting on both sides."""
     for side in workload.sides:
         _store_class(side)  # loaded before the processes are made, so that they start in a blink
     rows: list[Row] = []
@@ -142,7 +141,7 @@ def _servers(sides: Sequence[str], connections: int) -> Iterator[dict[str, int]]
 
 
 @dataclass(frozen=True)
-class _Client:
+class _StoreClient:
     """One of several processes that measure together."""
 
     rank: int
@@ -166,7 +165,7 @@ def _in_processes(count: int, tick: Tick, work: Callable[..., Any], *args: Any) 
     ctx: Any = mp.get_context("fork")
     barrier = ctx.Barrier(count)
     pipes = [ctx.Pipe(duplex=False) for _ in range(count)]
-    clients = [_Client(rank, barrier, send) for rank, (_, send) in enumerate(pipes)]
+    clients = [_StoreClient(rank, barrier, send) for rank, (_, send) in enumerate(pipes)]
     processes = [ctx.Process(target=client.run, args=(work, args), daemon=True) for client in clients]
     for process in processes:
         process.start()
@@ -194,7 +193,7 @@ def _result_of(rank: int, pipe: Any, tick: Tick) -> Any:
 # --- measurements ------------------------------------------------------------------------------------------
 
 
-def _time_calls(client: _Client, ports: dict[str, int], calls: int) -> dict[tuple[str, str], Any]:
+def _time_calls(client: _StoreClient, ports: dict[str, int], calls: int) -> dict[tuple[str, str], Any]:
     """The median of each call (seconds), and when each of its rounds began and ended, by (call, side)."""
     stores = {side: _connect(side, port) for side, port in ports.items()}
     samples: dict[tuple[str, str], list[float]] = {}
@@ -236,7 +235,7 @@ def _measure_calls(ports: dict[str, int], count: int, calls: int, tick: Tick) ->
     return rows
 
 
-def _ping_pong(client: _Client, ports: dict[str, int], calls: int) -> dict[str, float]:
+def _ping_pong(client: _StoreClient, ports: dict[str, int], calls: int) -> dict[str, float]:
     """One sets what the other waits for, and back; half of the round trip."""
     medians = {}
     me, other = client.rank, 1 - client.rank
@@ -258,7 +257,7 @@ def _ping_pong(client: _Client, ports: dict[str, int], calls: int) -> dict[str, 
     return medians
 
 
-def _connect_one_by_one(client: _Client, ports: dict[str, int], count: int) -> dict[str, float]:
+def _connect_one_by_one(client: _StoreClient, ports: dict[str, int], count: int) -> dict[str, float]:
     samples: dict[str, list[float]] = {side: [] for side in ports}
     for _ in range(count):
         for side, port in ports.items():
@@ -270,7 +269,7 @@ def _connect_one_by_one(client: _Client, ports: dict[str, int], count: int) -> d
     return {side: statistics.median(own) for side, own in samples.items()}
 
 
-def _connect_some(client: _Client, side: str, port: int, count: int) -> tuple[float, float]:
+def _connect_some(client: _StoreClient, side: str, port: int, count: int) -> tuple[float, float]:
     _allow_files(count + 200)
     client.meet()
     begin = time.perf_counter()

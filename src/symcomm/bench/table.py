@@ -14,7 +14,7 @@ from typing import Any
 
 import symcomm
 from symcomm.bench.pictures import Bars, Curves, Panel
-from symcomm.bench.run import OURS, PLACES, Case, Result
+from symcomm.bench.run import OURS, PLACES, Case, CaseResult
 from symcomm.memory.limits import format_bytes
 
 MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # how many times faster than the best MPI, and than Gloo, we mean to be
@@ -38,7 +38,7 @@ def bandwidths(case: Case, seconds: float, world: int) -> tuple[float, float]:
     return algbw, algbw * bus_factor(case.collective, world)
 
 
-def pick(result: Result | None, best: bool) -> float | None:
+def pick(result: CaseResult | None, best: bool) -> float | None:
     """The time to show: the median, or the fastest repetition."""
     return None if result is None else result.fastest if best else result.seconds
 
@@ -64,8 +64,8 @@ def ratio(theirs: float | None, ours: float | None) -> float | None:
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
-def _by_case(results: Iterable[Result]) -> dict[Case, dict[str, Result]]:
-    found: dict[Case, dict[str, Result]] = {}
+def _by_case(results: Iterable[CaseResult]) -> dict[Case, dict[str, CaseResult]]:
+    found: dict[Case, dict[str, CaseResult]] = {}
     for result in results:
         found.setdefault(result.case, {})[result.series] = result
     return found
@@ -81,7 +81,7 @@ def case_head(collective: str, kinds: Sequence[str], peers: Sequence[str]) -> li
 
 
 def case_rows(
-    results: Sequence[Result], world: int, kinds: Sequence[str], peers: Sequence[str], best: bool
+    results: Sequence[CaseResult], world: int, kinds: Sequence[str], peers: Sequence[str], best: bool
 ) -> list[list[str]]:
     """The lines of one size, one a kind of tensor; ``results`` are those of all its placements."""
     found = _by_case(results)
@@ -93,7 +93,7 @@ def _places(collective: str) -> list[str]:
 
 
 def _case_row(
-    found: dict[Case, dict[str, Result]], world: int, kind: str, peers: Sequence[str], best: bool
+    found: dict[Case, dict[str, CaseResult]], world: int, kind: str, peers: Sequence[str], best: bool
 ) -> list[str]:
     """One size: what both placements share, then out of place, then in place."""
     case = next(iter(found))
@@ -116,7 +116,7 @@ def _labels(case: Case) -> list[str]:
     return [dtype, case.op if reducing else "none", str(case.root) if rooted else "-1"]
 
 
-def _our_cells(result: Result | None, seconds: float | None, world: int) -> list[str]:
+def _our_cells(result: CaseResult | None, seconds: float | None, world: int) -> list[str]:
     if result is None or seconds is None:
         return ["-", "-", "-", "-"]
     algbw, busbw = bandwidths(result.case, seconds, world)
@@ -132,7 +132,7 @@ def summary_head(kinds: Sequence[str], peers: Sequence[str]) -> list[str]:
     return head
 
 
-def summary_row(results: Sequence[Result], kinds: Sequence[str], peers: Sequence[str], best: bool) -> list[str]:
+def summary_row(results: Sequence[CaseResult], kinds: Sequence[str], peers: Sequence[str], best: bool) -> list[str]:
     """One collective and size, from all results of a case."""
     case, found = results[0].case, {result.series: result for result in results}
     seconds = {name: pick(found.get(name), best) for name in (*kinds, *peers)}
@@ -182,12 +182,12 @@ class GrowingTable:
         return "  ".join(word.rjust(width) for word, width in zip(row, self._widths, strict=True))
 
 
-def reasons(results: Iterable[Result]) -> list[str]:
+def reasons(results: Iterable[CaseResult]) -> list[str]:
     """Why a dash is a dash, each reason once."""
     return list(dict.fromkeys(f"{r.series}, {r.case.collective}: {r.reason}" for r in results if r.reason))
 
 
-def ways(results: Iterable[Result]) -> str:
+def ways(results: Iterable[CaseResult]) -> str:
     """Which path our calls took, as a warning if Python made some of them: then those times are not the core's."""
     counted = [r for r in results if r.calls]
     slow = [r for r in counted if r.long]
@@ -213,7 +213,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def to_json(results: Sequence[Result], world: int, pinned: bool) -> dict[str, Any]:
+def to_json(results: Sequence[CaseResult], world: int, pinned: bool) -> dict[str, Any]:
     """Everything measured. Times are microseconds of one call, bandwidths GB/s."""
     rows = []
     for result in results:
@@ -243,7 +243,7 @@ def over_size(title: str, y: str, lines: Mapping[str, Sequence[tuple[int, float]
     return Curves(title, "size", y, lines, tick=format_bytes)
 
 
-def picture(results: Sequence[Result], series: Sequence[str], best: bool) -> list[Panel]:
+def picture(results: Sequence[CaseResult], series: Sequence[str], best: bool) -> list[Panel]:
     """Time over size, one panel per collective, of the form that a summary shows."""
     panels = []
     for collective in dict.fromkeys(result.case.collective for result in results):

@@ -11,26 +11,114 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from symcomm import errors
 from symcomm.bench import pictures
 from symcomm.bench import table as bench_table
-from symcomm.bench.estimate import Estimate, in_words
+from symcomm.bench.estimate import TimeLeft, in_words
 from symcomm.bench.frame import Asked, check_numbers
 from symcomm.bench.peers import parse_peers, setup_peers
-from symcomm.bench.run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
-from symcomm.cli import bench_options as options
-from symcomm.cli.bench_options import COLLECTIVES, DTYPES, ONE_SIDED, OPS, OTHERS
-from symcomm.cli.command import LATE, Command
+from symcomm.bench.run import OURS, PLACES, Case, CaseResult, Effort, make_cases, measure, open_sides
+from symcomm.cli.command import LATE, Command, argument, flag, option
 from symcomm.cli.progress import progress
 from symcomm.memory.limits import format_bytes
 from symcomm.preflight import check_output_file, need_torch
 from symcomm.simulate.units import parse_bytes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+# --- options -----------------------------------------------------------------------------------------------------
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+    "p2p",
+)  # fmt: skip
+ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
+# Each in a file of its own.
+OTHERS = ("store", "kernels", "attach", "groups", "ddp", "compile", "gpu", "hosts", "noise", "sites", "torch", "llm")
+DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
+OPS = ("sum", "prod", "min", "max", "avg")
+
+Collective = Annotated[
+    str,
+    argument(
+        "WHAT",
+        f"One of {', '.join(COLLECTIVES)}, all, window, {', '.join(OTHERS)}.",
+        *COLLECTIVES,
+        "all",
+        "window",
+        *OTHERS,
+    ),
+]
+Minbytes = Annotated[str, option("-b --minbytes", "SIZE", "Smallest size.")]
+Maxbytes = Annotated[str, option("-e --maxbytes", "SIZE", "Largest size.")]
+Factor = Annotated[int, option("-f --stepfactor", "N", "Each size is N times the last.")]
+Step = Annotated[str, option("-i --stepbytes", "SIZE", "Add this instead.")]
+Dtype = Annotated[str, option("-d --datatype", "TYPE", "Element type, torch's name or NCCL's.", *DTYPES)]
+Op = Annotated[str, option("-o --op", "OP", "sum, prod, min, max or avg.", *OPS)]
+Root = Annotated[int, option("-r --root", "RANK", "Root of broadcast, reduce, gather, scatter.")]
+Iters = Annotated[int, option("-n --iters", "N", "Calls per repetition. [default: what fills 25 ms]")]
+Warmup = Annotated[int, option("-w --warmup", "N", "Calls before timing.")]
+Check = Annotated[int, option("-c --check", "0|1", "Check values before timing.")]
+Ranks = Annotated[
+    int | None,
+    option(
+        "--ranks",
+        "N",
+        "Ranks on each side; hosts, sites: of each; kernels: sources. "
+        "[default: 2; sites: 1; attach: cores, 16 at most; llm: 2, then 4]",
+    ),
+]
+Rounds = Annotated[
+    int | None,
+    option(
+        "--rounds",
+        "N",
+        "Turns that the sides take. "
+        "[default: 3; kernels, llm: 7; attach: 9; ddp, compile, groups: 10; hosts: 5; torch: 15]",
+    ),
+]
+Symmetric = Annotated[bool, flag("--symmetric", "Only tensors in symmetric memory.")]
+Ordinary = Annotated[bool, flag("--ordinary", "Only ordinary tensors.")]
+Heap = Annotated[bool, flag("--heap", "Also ordinary tensors that lie in the shared heap (SYMCOMM_HEAP=1).")]
+Against = Annotated[
+    str,
+    option(
+        "--against",
+        "NAMES",
+        "Also measure gloo, mpich, openmpi (with commas); noise: the MPIs there.",
+        "gloo",
+        "mpich",
+        "openmpi",
+    ),
+]
+Collectives = Annotated[
+    str,
+    option(
+        "--collectives",
+        "NAMES",
+        "hosts: which, with commas, or all but p2p: all.",
+        *(name for name in COLLECTIVES if name != "p2p"),
+        "all",
+    ),
+]
+Neighbours = Annotated[
+    str, option("--neighbours", "KINDS", "noise: none or PERCENT:MS, with commas: awake so much, in bursts so long.")
+]
+Python = Annotated[str, option("--python", "PATHS", "torch: interpreters with another torch, with commas.")]
+Layers = Annotated[int, option("--layers", "N", "llm: of the model. [default: 8]")]
+Width = Annotated[int, option("--width", "N", "llm: of the model, a multiple of 256. [default: 1024]")]
+Batch = Annotated[int, option("--batch", "N", "llm: texts at once. [default: 1]")]
+Quick = Annotated[bool, flag("--quick", "Seven sizes, short repetitions, one summary.")]
+Best = Annotated[bool, flag("--best", "Show fastest repetitions: for noisy machines.")]
+Pin = Annotated[bool, flag("--pin/--no-pin", "Keep each rank, of every side, on a core of its own if it can.")]
+Markdown = Annotated[bool, flag("--markdown", "Print tables as Markdown.")]
+JsonFile = Annotated[Path | None, option("--json", "FILE", "Write all figures there.")]
+PlotFile = Annotated[Path | None, option("--plot", "FILE", "Draw them: .png or .svg.")]
+Setup = Annotated[bool, flag("--setup-peers", "Install the MPIs to measure against.")]
 
 FAMILIES = {"all": COLLECTIVES, "window": ONE_SIDED}
 WITHOUT_TORCH = ("store", "kernels")
@@ -95,7 +183,6 @@ class Wanted:
             pictures.check_picture("symcomm bench", "--plot", self.plot_file)
 
     def write(self, heading: str, to_json: Callable[[], Any], picture: Callable[[], Sequence[pictures.Panel]]) -> None:
-        """Write the files that were asked for."""
         if self.json_file:
             self.json_file.write_text(json.dumps(to_json(), indent=1) + "\n")
         if self.plot_file and (panels := picture()):
@@ -142,10 +229,9 @@ class Report:
         self._summary, self._markdown, self._best = summary, markdown, best
         self._table: bench_table.GrowingTable | None = None
         self._collective = ""
-        self._unshown: list[Result] = []  # of a size whose placements are not all measured yet
+        self._unshown: list[CaseResult] = []  # of a size whose placements are not all measured yet
 
-    def add(self, results: list[Result]) -> None:
-        """The results of one case."""
+    def add(self, results: list[CaseResult]) -> None:
         kinds, peers = self._question.kinds, self._question.peers
         collective = results[0].case.collective
         if self._summary:
@@ -169,12 +255,12 @@ class Report:
         return bench_table.GrowingTable(title, head, self._say, markdown=self._markdown)
 
 
-def run(question: Question, *, summary: bool, markdown: bool, best: bool) -> list[Result]:
-    """Measure every case on every series, and print lines as they come."""
-    results: list[Result] = []
+def run(question: Question, *, summary: bool, markdown: bool, best: bool) -> list[CaseResult]:
+    """Measure every case on every series, and print rows as they come."""
+    results: list[CaseResult] = []
     turns = len(question.cases) * len(question.series) * question.effort.rounds
     sides = [*(["symcomm"] if question.kinds else []), *question.peers]
-    estimate = Estimate(question.cases, len(question.series), question.effort)
+    estimate = TimeLeft(question.cases, len(question.series), question.effort)
     rows = f"{len(question.cases)} measurements of {' and '.join(question.series)}"
     print(f"# {rows}, about {in_words(estimate.seconds_left())}", file=sys.stderr, flush=True)
     with progress(turns, estimate.seconds_left) as bar, open_sides(sides, question.world, question.pinned) as opened:
@@ -200,7 +286,7 @@ def on_cores(pinned: bool) -> str:
     return f"{'pinned to' if pinned else 'free on'} {facts['cores']} cores, {facts['system']}"
 
 
-def print_foot(question: Question, results: list[Result], *, summary: bool) -> None:
+def print_foot(question: Question, results: list[CaseResult], *, summary: bool) -> None:
     print(f"# {load()} when done")
     for reason in bench_table.reasons(results):
         print(f"# -: {reason}")
@@ -215,7 +301,6 @@ def print_foot(question: Question, results: list[Result], *, summary: bool) -> N
 
 
 def answer(question: Question, wanted: Wanted, *, summary: bool) -> None:
-    """Measure, print, write."""
     results = run(question, summary=summary, markdown=wanted.markdown, best=wanted.best)
     print_foot(question, results, summary=summary)
     wanted.write(
@@ -269,36 +354,36 @@ def bench_program(name: str, workload: Any, wanted: Wanted) -> None:
 
 @app.command(name="bench", cls=Command)
 def bench(
-    collective: options.Collective = "all_reduce",
-    minbytes: options.Minbytes = "8",
-    maxbytes: options.Maxbytes = "64M",
-    factor: options.Factor = 2,
-    step: options.Step = "",
-    dtype: options.Dtype = "float32",
-    op: options.Op = "sum",
-    root: options.Root = 0,
-    iters: options.Iters = 0,
-    warmup: options.Warmup = 5,
-    check: options.Check = 1,
-    ranks: options.Ranks = None,
-    rounds: options.Rounds = None,
-    symmetric: options.Symmetric = False,
-    ordinary: options.Ordinary = False,
-    heap: options.Heap = False,
-    against: options.Against = "",
-    collectives: options.Collectives = "all_reduce",
-    neighbours: options.Neighbours = "none,2:1,10:1,25:4",
-    python: options.Python = "",
-    layers: options.Layers = 0,
-    width: options.Width = 0,
-    batch: options.Batch = 0,
-    quick: options.Quick = False,
-    best: options.Best = False,
-    pin: options.Pin = True,
-    markdown: options.Markdown = False,
-    json_file: options.JsonFile = None,
-    plot_file: options.PlotFile = None,
-    setup: options.Setup = False,
+    collective: Collective = "all_reduce",
+    minbytes: Minbytes = "8",
+    maxbytes: Maxbytes = "64M",
+    factor: Factor = 2,
+    step: Step = "",
+    dtype: Dtype = "float32",
+    op: Op = "sum",
+    root: Root = 0,
+    iters: Iters = 0,
+    warmup: Warmup = 5,
+    check: Check = 1,
+    ranks: Ranks = None,
+    rounds: Rounds = None,
+    symmetric: Symmetric = False,
+    ordinary: Ordinary = False,
+    heap: Heap = False,
+    against: Against = "",
+    collectives: Collectives = "all_reduce",
+    neighbours: Neighbours = "none,2:1,10:1,25:4",
+    python: Python = "",
+    layers: Layers = 0,
+    width: Width = 0,
+    batch: Batch = 0,
+    quick: Quick = False,
+    best: Best = False,
+    pin: Pin = True,
+    markdown: Markdown = False,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    setup: Setup = False,
 ) -> None:
     """Measure this machine: collectives, messages, the store, data parallel training; ours alone or beside others.
 

@@ -39,7 +39,7 @@ class Bar:
             print(f"# {self._done} of {self._turns} turns ({what}), about {left} left", file=sys.stderr, flush=True)
 
     def begin(self, what: str) -> None:
-        """Say what comes next, if it takes long and is not a turn."""
+        """Say what comes next, if it takes long and is no turn."""
         if self._bar is not None:
             self._bar.update(self._task, description=what, refresh=True)
         else:

@@ -74,7 +74,7 @@ def _grid(live: Live, width: int) -> Text:
 
 
 def _ranks(live: Live, width: int) -> Table:
-    """All ranks of a small job; of a large one those that need attention."""
+    """All ranks of a small job; in a large one, those that need attention."""
     urgent = {LATE: 0, FAILED: 1, DEAD: 2, WAITING: 3, IDLE: 5, COMPUTING: 5}
     ranks = list(zip(live.ranks, live.states(), live.lags(), strict=True))
     ranks.sort(key=lambda row: (urgent.get(row[1], 4) if len(ranks) > ROWS else 0, row[0].rank))
@@ -103,7 +103,7 @@ def _numbers(live: Live, width: int) -> Table:
 
 @dataclass(frozen=True)
 class Column:
-    """``matters``: 0 goes last when the terminal is narrow. ``cut``: so much is enough of a longer text; 0: all."""
+    """``matters``: 0 goes last if the terminal is narrow. ``cut``: a width that is enough for longer text; 0: all."""
 
     name: str
     matters: int
@@ -125,7 +125,7 @@ PADDING = 2  # of a column, left and right together
 
 
 def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
-    """A table of those columns for which there is room, whole ones; those that matter most are seated first."""
+    """A table of the columns that fit, whole ones, the most important first."""
     wide = [
         max([column.least, *(cell_len(str(cell)) for cell in (column.name, *(row[i] for row in rows)))])
         for i, column in enumerate(columns)

@@ -28,7 +28,7 @@ from symcomm.device.devices import (
 
 
 def waits(device: torch.device) -> bool:
-    """Whether copies to ``device`` may finish later; not on the CPU, which could read them too early."""
+    """Whether copies to ``device`` may finish later. Not on the CPU, which could read them too early."""
     return device.type != "cpu"
 
 
@@ -171,7 +171,7 @@ def _check_streams(streams: Any, devices: Sequence[torch.device]) -> list[Any]:
 
 @contextlib.contextmanager
 def _on_stream(stream: Any, source: torch.Tensor) -> Iterator[None]:
-    """Run copies on ``stream``, after the work that made ``source``; keep its memory until they are done."""
+    """Run copies on ``stream`` after the work that made ``source``, and keep its memory until they are done."""
     if stream is None:
         yield
         return

@@ -16,7 +16,7 @@ ALLOWED = 'a device: an index of 0 or more, a torch.device, or a name such as "c
 
 @functools.cache
 def accelerator() -> str | None:
-    """The kind of accelerator this machine has; a torch built for one may run without. To ask takes a while."""
+    """The kind of this machine's accelerator, if any; a torch built for one may run without. Slow to find out."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 

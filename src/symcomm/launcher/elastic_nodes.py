@@ -36,7 +36,7 @@ STORE_GONE = "the launcher that keeps the store is gone"
 
 
 class NodeAssignment(NamedTuple):
-    """The node that a launcher starts in a round, together with the others or joining them."""
+    """The node that a launcher starts in a round, with the others or joining them."""
 
     round: int
     node_rank: int
@@ -89,7 +89,7 @@ class ElasticNodes:
         return ""
 
     def next_assignment(self, stop: StopRequest) -> NodeAssignment | str:
-        """Wait for an assignment in the next round, or return why there will be none."""
+        """Wait for an assignment in the next round; returns it, or why there is none."""
         end = time.monotonic() + JOIN_S
         while not stop.signum:
             self.look()
@@ -119,7 +119,7 @@ class ElasticNodes:
             self.store.set(f"nodes/left/{self.number}", why)
 
     def linger(self, stop: StopRequest) -> None:
-        """The first stays as long as others need the store."""
+        """The first launcher stays as long as others need the store."""
         if not self.is_first:
             return
         while not stop.signum and (self._alive() & self._assignments.keys()) - {self.number}:
@@ -229,7 +229,6 @@ def _meet(host: str, port: int, token: str, optional: bool) -> tuple[Any, bool]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a name belongs to this machine."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:

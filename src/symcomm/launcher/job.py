@@ -35,7 +35,7 @@ NOT_INHERITED = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", *A
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a launch needs to know. ``endpoint`` is None on a single node: a free port is found."""
+    """What to launch. ``endpoint`` is None on a single node: a free port is found."""
 
     command: Sequence[str]
     ranks_here: int
@@ -64,7 +64,7 @@ class Job:
         return self.node_rank * self.ranks_here
 
     def check(self) -> None:
-        """Refuses contradictory options before anything is started."""
+        """Refuse contradictory options before anything starts."""
         if not self.command:
             raise BadArgumentError(f"{CALL}: nothing to run; name a script: `symcomm run -n 2 script.py`.")
         if self.ranks_here < 1:
@@ -133,12 +133,11 @@ class Job:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether the launcher serves the ranks' store itself: elastic ranks need one that outlives them."""
+        """Whether the launcher serves the ranks' store: elastic ranks need one that outlives them."""
         return self.restart == "failed" or self.min_nodes is not None
 
     @property
     def given_token(self) -> str:
-        """The job token that the user has set."""
         return self.env.get("SYMCOMM_TOKEN", os.environ.get("SYMCOMM_TOKEN", ""))
 
     @property
@@ -149,7 +148,6 @@ class Job:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is the job's only launcher."""
         return self.nodes == 1 and self.min_nodes is None
 
     def environment(
@@ -276,7 +274,6 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def cores() -> int:
-    """Cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -350,7 +347,7 @@ def find_executable(program: str) -> str:
 
 
 def check_module(name: str, python_path: str = "") -> None:
-    """Refuses a module that ``python -m`` would not find. Looks without importing anything."""
+    """Refuse a module that ``python -m`` would not find. Imports nothing."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise bad_argument(CALL, "-m", name, "a module's dotted name, as in an import statement")
     places = [os.getcwd(), *filter(None, python_path.split(os.pathsep))]  # where ranks look first

@@ -39,8 +39,6 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass
 class Rank:
-    """A started rank."""
-
     number: int
     process: subprocess.Popen[Any]
     started: float
@@ -207,7 +205,6 @@ class JobAttempt:
             self._selector.register(rank.pidfd, selectors.EVENT_READ, functools.partial(self._note_end, rank))
 
     def _turn(self, timeout: float) -> None:
-        """Waits for events and handles them."""
         now = time.monotonic()
         if self._next_step:
             timeout = min(timeout, max(0.0, self._next_step[0] - now))
@@ -236,7 +233,7 @@ class JobAttempt:
             self._look_around()
 
     def _look_around(self) -> None:
-        """Checks whether other launchers want the ranks to end, or the ranks wait in vain."""
+        """Ask whether other launchers want the ranks to end, and whether the ranks wait in vain."""
         if self._look and not self.cut_short and (why := self._look(self)):
             self.cut_short = why
             self._lost = []
@@ -287,7 +284,7 @@ class JobAttempt:
         return {rank.process.pid for rank in self.ranks}
 
     def _read(self, rank: Rank, which: int, pipe: Any) -> bool:
-        """True when there was something. At the end of the stream its pipe is closed."""
+        """Whether there was something to read. At the end of the stream, closes the pipe."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -301,7 +298,7 @@ class JobAttempt:
         return bool(data)
 
     def _note_end(self, rank: Rank) -> None:
-        """Reads how a rank ended, without reaping it. The first failure starts the shutdown of the others."""
+        """Read how a rank ended, without reaping it. The first failure starts to end the others."""
         how = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if how is None:
             return
@@ -318,7 +315,6 @@ class JobAttempt:
             self._fail(rank)
 
     def _fail(self, rank: Rank) -> None:
-        """A failure that ends the attempt."""
         assert rank.ended is not None
         self.first_failed = rank
         if self._stop.signum:  # it was asked to stop: SIGTERM now could break what the others save
@@ -360,7 +356,7 @@ class JobAttempt:
             _quietly(os.kill, rank.process.pid, signum)
 
     def forward_stop(self, signum: int) -> None:
-        """A stop requested from outside: ranks get the full grace period."""
+        """A stop from outside: ranks get the full grace period."""
         if self._started:
             self._signal_groups(signum)
 
@@ -369,7 +365,7 @@ class JobAttempt:
         self._next_step = (time.monotonic() + self.job.grace, self.kill)
 
     def kill(self) -> None:
-        """Ends everything now."""
+        """End everything now."""
         self._killing = True
         self._signal_groups(signal.SIGKILL)
         self._next_step = (time.monotonic() + KILL_DEADLINE_S, self._give_up)
@@ -378,14 +374,14 @@ class JobAttempt:
         self._given_up = True
 
     def _signal_groups(self, signum: int) -> None:
-        """Also the groups of ranks that have ended: their children may still run."""
+        """Also groups whose rank has ended: its children may still run."""
         for rank in self.ranks:
             if rank.ended is None:
                 rank.stopping = signum
             _quietly(os.killpg, rank.process.pid, signum)
 
     def _end_leftovers(self) -> None:
-        """Processes that ranks left behind also get SIGTERM, and the rest of the grace period."""
+        """Processes that ranks left behind get SIGTERM too, and the rest of the grace period."""
         left = find_processes(self._groups(), self.job.mark)
         kill_is_due = self._next_step and self._next_step[1] == self.kill
         end = self._next_step[0] if self._next_step and kill_is_due else time.monotonic() + self.job.grace

@@ -69,7 +69,7 @@ def kill_processes(groups: Collection[int], mark: str) -> list[int]:
 
 
 class Reaper:
-    """The launcher's handle on its reaper process."""
+    """The launcher's handle on its reaper."""
 
     def __init__(self, mark: str):
         # Not marked itself, so that the reaper of a job inside a job outlives its launcher and does its work.

@@ -78,7 +78,7 @@ def measure(group: Any, cases: list[tuple[str, int]], seconds: float) -> list[fl
 
 
 def _time(group: Any, call: Callable[[], Any], seconds: float) -> float:
-    """All ranks make the same number of calls; rank 0's first ones decide how many."""
+    """Seconds of a call. All ranks make the same number of calls; rank 0 chooses it."""
     for _ in range(5):
         call()  # makes the plan, touches the memory
     began = time.perf_counter()

@@ -118,7 +118,6 @@ class Log:
 
     @contextlib.contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
-        """Hold the file's lock."""
         with self.mine(seconds):
             self._lock(seconds)
             try:
@@ -149,7 +148,7 @@ class Log:
             pause = min(pause * 2, 0.005)
 
     def _reopen_after_fork(self) -> None:
-        """A forked child would share its parent's lock, and maybe a half-made table. Open the same file again."""
+        """Open the file again: a forked child shares its parent's lock, and maybe a half-made table."""
         inherited = self.fd
         self._open(f"/proc/self/fd/{inherited}")
         os.close(inherited)
@@ -219,7 +218,7 @@ class Log:
         return b"".join(parts)
 
     def _write(self, data: bytes) -> None:
-        """Put ``data`` at the end, all of it or (the disk being full, say) nothing."""
+        """Append ``data``, all of it or nothing (if the disk is full, say)."""
         written = 0
         try:
             while written < len(data):
@@ -262,7 +261,6 @@ class FileStore(TableStore):
 
     @property
     def path(self) -> str:
-        """The file's name, as given."""
         return self._path
 
     @staticmethod

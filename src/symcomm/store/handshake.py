@@ -59,7 +59,7 @@ _counted: set[str] = set()  # keys "told" that this process has waited at
 
 @functools.cache
 def _started(pid: int) -> float:
-    """When this process was started, by the wall clock."""
+    """The wall-clock time at which this process started."""
     with open(f"/proc/{pid}/stat") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
@@ -152,7 +152,6 @@ class _Attempt:
         return self._key(f"here/{rank}")
 
     def __call__(self, item: bytes) -> list[bytes]:
-        """All ranks' items of this turn."""
         try:
             return self._exchange(item)
         except (errors.PeerError, RuntimeError):
@@ -210,13 +209,12 @@ class _Attempt:
                 self.store.set(key, value)
 
     def _get_all(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that exist."""
         if len(keys) > 1 and self.store.has_extended_api():
             return [bytes(value) for value in self.store.multi_get(keys)]
         return [bytes(self.store.get(key)) for key in keys]
 
     def _fresh(self, rank: int, value: bytes) -> bytes:
-        """A rank's token and item. One that gave up may come again; one that was answered has not removed them yet."""
+        """A rank's token and item. One that gave up may come again; one that was answered may not have removed its keys."""
         while value.startswith(b"!") or value[:TOKEN].decode() in _answered:
             if time.monotonic() > self.deadline:
                 raise errors.deadline(self.call, self.timeout, missing=[rank])
@@ -275,7 +273,7 @@ class _Attempt:
         return found
 
     def check(self) -> None:
-        """For any code that waits for the others: raises once one of them cannot or will not go on."""
+        """Raises once another rank cannot or will not go on. For any code that waits for the others."""
         self.check_ranks()
         if (now := time.monotonic()) > self.look_at:
             self._check_others()
@@ -298,7 +296,7 @@ class _Attempt:
         return value[TOKEN + 1 : TOKEN + 2] == b"?"
 
     def _check_failed(self) -> None:
-        """Before there is a generation: raises if a rank has found that it cannot take part."""
+        """Before there is a generation: raises if a rank said that it cannot take part."""
         key = self._key("failed")
         if not self.store.check([key]):
             return
@@ -320,7 +318,7 @@ class _Attempt:
         return None
 
     def _hear(self, rank: int, value: bytes) -> _GaveUp:
-        """What ``rank`` left when it gave up, as an error of this rank."""
+        """An error of this rank from what ``rank`` left when it gave up."""
         _told.append((self.rank, value[1 : TOKEN + 1].decode()))
         if self.rank:
             with contextlib.suppress(RuntimeError, errors.SymcommError):
@@ -350,7 +348,7 @@ class _Attempt:
                 self.store.delete_key(key)
 
     def give_up(self, error: BaseException) -> None:
-        """Let the others know that this rank does not go on. What it wrote stays: they may be reading it."""
+        """Tell the others that this rank does not go on. What it wrote stays: they may be reading it."""
         if self.has_given_up or isinstance(error, _StartOver):
             return
         self.has_given_up = True
@@ -383,7 +381,7 @@ class _Attempt:
             time.sleep(LOOK_LAST)
 
     def _take_back(self) -> None:
-        """This process has come again since it said that it cannot take part."""
+        """Remove what an earlier attempt in this process wrote, that it could not take part."""
         for name, written in (("failed", _failed), ("told", _counted)):
             if (key := self._key(name)) in written:
                 written.discard(key)

@@ -57,7 +57,7 @@ class Table:
 
 
 class TableStore(Store):
-    """Makes every call of a store from three: look at the table, look until there is something, edit it."""
+    """Every call of a store, made of three: look at the table, look until there is something, edit it."""
 
     def _look(self, step: Callable[[Table], Result]) -> Result:
         """Run ``step``, which only reads, on the newest table."""

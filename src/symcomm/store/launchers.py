@@ -180,7 +180,7 @@ def _pod(environ: Mapping[str, str]) -> _Pod | None:
 
 
 def _in_pod(found: Identity, pod: _Pod, world_size: int, environ: Mapping[str, str]) -> Identity:
-    """One rank a pod. Pods find each other by name when a headless service gives them a domain."""
+    """One rank per pod. Pods find each other by name if a headless service gives them a domain."""
     addr, domain = found.master_addr, environ.get(POD_DOMAIN, "")
     if addr is None and world_size == 1:
         addr = "127.0.0.1"

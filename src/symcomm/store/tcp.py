@@ -395,7 +395,7 @@ class TCPStore(Store):
         raise error
 
     def _blame_value(self, key: str, amount: int, error: errors.StoreConnectionError) -> None:
-        """If an ``add`` meets no number, or too large a one, the server can only hang up; the value tells."""
+        """Find out why ``add`` failed: if the value is no number or too large, the server can only hang up."""
         try:
             value = self._call("get", wire.GET, key, None, "v")
         except errors.StoreConnectionError:
@@ -403,7 +403,7 @@ class TCPStore(Store):
         add_to("TCPStore.add", key, value, amount)
 
     def _wait_for_workers(self, world_size: int) -> None:
-        """Every process counts itself; the server's process stays until all have, so that it does not leave early."""
+        """Every process counts itself. The server's process stays until all have, so that it does not leave early."""
         came = self._count_workers(1)
         end = time.monotonic() + self._timeout_s
         while self._server is not None and came < world_size:
@@ -440,7 +440,7 @@ def _keys(call: str, keys: Sequence[str]) -> list[str]:
 
 
 def _bad_argument(call: str, keys: Any, error: Exception) -> Exception:
-    """What is wrong with an argument that the native code could not use."""
+    """The error for an argument that the native code could not use."""
     try:
         for key in keys if isinstance(keys, list) else [] if keys is _NO_KEYS else [keys]:
             to_key(f"TCPStore.{call}", key)

@@ -176,7 +176,7 @@ def _bind_addresses(host: str, bind: str | list[str] | None) -> list[str]:
 
 
 def _addresses_in_time(host: str, seconds: float) -> list[str]:
-    """The same for ``host`` as soon as its name resolves, which can take a while for a starting pod."""
+    """The same for ``host`` once its name resolves, which may take a while for a starting pod."""
     end = time.monotonic() + seconds
     warned = False
     while True:
@@ -259,7 +259,7 @@ def _bound(address: str, port: int) -> socket.socket:
 
 
 def _log_reports(reader: int, port: int) -> None:
-    """Runs in a thread: passes the server's lines to logging until the server ends, and cuts floods short."""
+    """A thread: passes the server's lines to logging until the server ends, and cuts floods short."""
     second, lines, muted = 0, 0, 0
 
     def end_second() -> None:

@@ -63,7 +63,7 @@ class StoreConnection:
 
 
 def connect(host: str, port: int, seconds: float, token: bytes | None, *, patient: bool = True) -> StoreConnection:
-    """Connect and say hello, again and again until ``seconds`` have passed (only once when not ``patient``)."""
+    """Connect and say hello; try again until ``seconds`` have passed, or only once if not ``patient``."""
     end = time.monotonic() + seconds
     pause = _FIRST_PAUSE
     refusals, late = 0, False
