@@ -103,7 +103,7 @@ class CaseResult:
     iterations: int = 0
     reason: str = ""
     calls: int = 0  # timed calls of ours, of all ranks
-    long: int = 0  # those that took the long way, through Python
+    long: int = 0  # those that took the slow path, through Python
     stood_still: bool = False  # its side, in this case or in one before
 
 

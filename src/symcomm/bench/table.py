@@ -72,7 +72,7 @@ def _by_case(results: Iterable[CaseResult]) -> dict[Case, dict[str, CaseResult]]
 
 
 def case_head(collective: str, kinds: Sequence[str], peers: Sequence[str]) -> list[str]:
-    """nccl-tests' columns, of the placements that the collective has, with the peers' times and ratios behind."""
+    """nccl-tests' columns for the collective's placements, then the peers' times and ratios."""
     head = ["size(B)", "count", "type", "redop", "root", "tensors"]
     for place in _places(collective):
         head += [f"{place}:time(us)", "algbw", "busbw", "#wrong"] if kinds else []
@@ -83,7 +83,7 @@ def case_head(collective: str, kinds: Sequence[str], peers: Sequence[str]) -> li
 def case_rows(
     results: Sequence[CaseResult], world: int, kinds: Sequence[str], peers: Sequence[str], best: bool
 ) -> list[list[str]]:
-    """The lines of one size, one a kind of tensor; ``results`` are those of all its placements."""
+    """The rows of one size, one for each kind of tensor; ``results`` has all placements."""
     found = _by_case(results)
     return [_case_row(found, world, kind, peers, best) for kind in kinds or ("",)]
 
@@ -157,7 +157,7 @@ def _markdown_row(row: Sequence[str]) -> str:
 
 
 class GrowingTable:
-    """A table that is printed line by line, so that widths are given by what usually comes, or by rows ``like`` it."""
+    """A table printed row by row. Column widths come from usual contents, or from rows ``like`` it."""
 
     WIDEST = MappingProxyType({
         "call": 26, "collective": 14, "count": 10, "graph": 10, "method": 20, "model": 12, "operation": 10, "side": 20,
@@ -183,7 +183,7 @@ class GrowingTable:
 
 
 def reasons(results: Iterable[CaseResult]) -> list[str]:
-    """Why a dash is a dash, each reason once."""
+    """Why each dash is a dash, each reason once."""
     return list(dict.fromkeys(f"{r.series}, {r.case.collective}: {r.reason}" for r in results if r.reason))
 
 
@@ -237,14 +237,14 @@ def to_json(results: Sequence[CaseResult], world: int, pinned: bool) -> dict[str
 
 
 def over_size(title: str, y: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> Panel:
-    """Measurement over sizes, both axes logarithmic; bars for what has no size, a barrier."""
+    """Lines over sizes, both axes logarithmic; bars for a barrier, which has no size."""
     if not any(nbytes for points in lines.values() for nbytes, _ in points):
         return Bars(title, y, {"": {name: value for name, points in lines.items() for _, value in points}})
     return Curves(title, "size", y, lines, tick=format_bytes)
 
 
 def picture(results: Sequence[CaseResult], series: Sequence[str], best: bool) -> list[Panel]:
-    """Time over size, one panel per collective, of the form that a summary shows."""
+    """Time over size, one panel per collective, of the placement that a summary shows."""
     panels = []
     for collective in dict.fromkeys(result.case.collective for result in results):
         mine = [result for result in results if result.case.collective == collective]

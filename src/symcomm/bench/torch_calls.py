@@ -26,7 +26,7 @@ WORKER = "symcomm.bench.torch_calls_worker"
 
 @dataclass(frozen=True)
 class TorchWorkload(TurnsWorkload):
-    """A step is a call of every kind; in every environment."""
+    """A step is a call of every kind in every environment."""
 
     rounds: int = 15
     steps: int = 300
@@ -74,7 +74,6 @@ def find_pythons(text: str) -> tuple[str, ...]:
 
 
 def run_torch_bench(workload: TorchWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[TorchMeasurement]:
-    """Measure every way in every environment."""
     names = {f"torch{i}": python for i, python in enumerate(workload.pythons)}
     with open_sides(list(names), workload.ranks, workload.pinned, WORKER, pythons=names) as sides:
         starting = {side: side.ask("starting", {"do": "prepare"})[0] for side in sides.values()}

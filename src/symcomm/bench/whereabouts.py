@@ -52,7 +52,7 @@ def lines_of(what: str, ranks: Sequence[subprocess.Popen[str]], log: Path, secon
 
 
 def read_lines(rank: subprocess.Popen[str]) -> queue.SimpleQueue[str | None]:
-    """What it writes, line by line, as it comes; None at its end."""
+    """What it writes, line by line as it comes; None at its end."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -103,7 +103,7 @@ def _where_is(pid: int, log: Path) -> str:
 
 
 def _await_stack(log: Path, start: int) -> str:
-    """What has been written since, once no more comes."""
+    """What was written since ``start``, once no more comes."""
     end, size = time.monotonic() + ANSWER_S, start
     while time.monotonic() < end:
         time.sleep(0.1)

@@ -94,7 +94,7 @@ def expected(np: Any, rank: int, case: SimpleNamespace) -> Any:
 
 
 class TorchSide:
-    """What Symcomm and Gloo share: torch tensors, and collectives of which some only work in place."""
+    """Symcomm and Gloo: torch tensors, and collectives of which some only work in place."""
 
     reduce_scatter: str  # what the library calls it
     all_gather: str
@@ -115,7 +115,7 @@ class TorchSide:
         raise Unsupported("it has no windows")
 
     def ways(self) -> dict[str, int]:
-        """How many calls took the long way, and how many there were; empty where a library does not tell."""
+        """How many calls took the slow path, and how many there were; empty if a library does not say."""
         return {}
 
     def assign(self, tensor: Any, numbers: Any) -> None:
@@ -167,7 +167,7 @@ class TorchSide:
 
 
 def after_copy(copy: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """An out-of-place call from one that works in place: what a program has to write, a copy first."""
+    """An out-of-place call from an in-place one: a copy first, as a program would write it."""
 
     def both() -> None:
         copy()
@@ -348,7 +348,7 @@ class MPISide:
         return None if array is None else [array, getattr(self.MPI, MPI_DTYPES[str(array.dtype)])]
 
     def scattered(self, case: SimpleNamespace, source: Any, result: Any) -> tuple[Any, Any]:
-        """In place, MPI leaves the result at the front of the input, wherever we are."""
+        """In place, MPI leaves the result at the front of the input, on every rank."""
         if case.in_place:
             return self.MPI.IN_PLACE, self.describe(source)
         return self.describe(source), self.describe(result)
@@ -367,7 +367,7 @@ def nothing() -> None:
 
 
 def ping_pong(rank: int, send: Callable[..., Any], recv: Callable[..., Any]) -> Callable[..., Any]:
-    """A message there and one back between ranks 0 and 1; the others have nothing to do."""
+    """A message there and one back between ranks 0 and 1; other ranks do nothing."""
     peer = 1 - rank
 
     def ping() -> None:
@@ -420,7 +420,7 @@ class Bench:
         return (None if no_source else result[mine] if wide_result else result), result
 
     def fill(self) -> None:
-        """Give the input its values, and the result others, so that a call that does nothing is noticed."""
+        """Give the input its values, and the result others, so that we notice a call that does nothing."""
         case = self.case
         if self.result is not None:
             self.side.assign(self.result, self.np.full(len(self.result), 9, self.np.int64))
@@ -429,7 +429,7 @@ class Bench:
         self.zeroed = False
 
     def check(self) -> int:
-        """Make the call once on known values; how many elements of the result are wrong."""
+        """Make the call once on known values; returns how many elements of the result are wrong."""
         self.fill()
         self.side.barrier()
         self.call()
@@ -478,7 +478,7 @@ class Bench:
         return 2 if self.case.collective in ("p2p", "put_signal") else 1
 
     def sample(self, calls: int) -> dict[str, float]:
-        """Time every single call; what the median one took, and what only one in a hundred exceeds."""
+        """Time every single call; returns the median and the 99th percentile."""
         self.clear()
         call, now = self.call, time.perf_counter_ns
         took = []
@@ -496,13 +496,13 @@ class Bench:
         return {"median": median, "p99": p99, "total": before - start}
 
     def close(self) -> None:
-        """Every rank does so."""
+        """Collective."""
         if self.case.collective in ONE_SIDED:
             self.side.close_window(self.case)
 
 
 def die_with(connection: socket.socket) -> None:
-    """End this process when the controller is gone, even inside a call that would never return."""
+    """End this process when the controller is gone, even inside a call that never returns."""
 
     def watch() -> None:
         poll = select.poll()
@@ -514,7 +514,7 @@ def die_with(connection: socket.socket) -> None:
 
 
 class Orders:
-    """What the controller can ask of a rank: the table at the top."""
+    """The orders in the table at the top."""
 
     def __init__(self, args: SimpleNamespace):
         self.side = SIDES[args.name](args)
@@ -560,7 +560,7 @@ class Orders:
 
 
 def pin(rank: int, world: int) -> None:
-    """Keep the calling thread on a core of its own, if there are enough; a library's helper threads stay free."""
+    """Keep the calling thread on a core of its own, if there are enough; helper threads of libraries stay free."""
     cores = sorted(os.sched_getaffinity(0))
     if world <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})

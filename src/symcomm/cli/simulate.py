@@ -172,7 +172,7 @@ def rows(found: Sequence[Estimate]) -> Table:
         [
             format_bytes(e.nbytes), e.algorithm, format_time(e.seconds), _or_dash(e.inside), _or_dash(e.between),
             f"{e.chunks} x {e.messages}" if e.chunks > 1 else str(e.messages), f"{e.busbw / 1e9:.2f}",
-            "fastest" if e.seconds == best[e.nbytes] else f"{e.seconds / best[e.nbytes]:.1f}x",
+            "fastest" if e.seconds == best[e.nbytes] else _times(e, best),
         ]
         for e in found
     ]  # fmt: skip
@@ -180,6 +180,10 @@ def rows(found: Sequence[Estimate]) -> Table:
 
 def _or_dash(seconds: float) -> str:
     return format_time(seconds) if seconds else "-"
+
+
+def _times(found: Estimate, best: dict[int, float]) -> str:
+    return f"{found.seconds / best[found.nbytes]:.1f}x" if best[found.nbytes] else "-"
 
 
 def step_rows(steps: Sequence[Step]) -> Table:

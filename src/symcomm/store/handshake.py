@@ -214,7 +214,7 @@ class _Attempt:
         return [bytes(self.store.get(key)) for key in keys]
 
     def _fresh(self, rank: int, value: bytes) -> bytes:
-        """A rank's token and item. One that gave up may come again; one that was answered may not have removed its keys."""
+        """A rank's token and item. One that gave up may come again; one that was answered still removes its keys."""
         while value.startswith(b"!") or value[:TOKEN].decode() in _answered:
             if time.monotonic() > self.deadline:
                 raise errors.deadline(self.call, self.timeout, missing=[rank])

@@ -45,7 +45,6 @@ def count_paths(trace: Trace) -> dict[str, dict[str, int]]:
 
 
 def as_data(trace: Trace) -> dict[str, Any]:
-    """Everything, for programs."""
     verdict = judge(trace)
     return {
         "verdict": asdict(verdict),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from symcomm.observe.analysis.calls import Calls
+from symcomm.observe.analysis.calls import RecordedCalls
 from symcomm.observe.analysis.clocks import offsets
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.trace import Trace
@@ -54,7 +54,7 @@ def _meetings(trace: Trace) -> list[dict[int, Operation]]:
     """Collectives that all ranks of the group recorded and completed, by rank."""
     return [
         ops
-        for group in Calls(trace).groups
+        for group in RecordedCalls(trace).groups
         for ops in group.by_seq.values()
         if len(ops) == len(group.ranks) and all(op.state == "completed" for op in ops.values())
     ]

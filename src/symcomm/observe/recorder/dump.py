@@ -25,7 +25,7 @@ SWITCHES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 
 
 def prefix_from_environment() -> str | None:
-    """The prefix of dump files; the rank's number follows it. None: no dumps were requested."""
+    """The prefix of dump files, before the rank's number; None if nobody asked for dumps."""
     switch = next((os.environ[name] for name in SWITCHES if name in os.environ), "").lower()
     if folder := os.environ.get("SYMCOMM_TRACE_DIR"):
         return os.path.join(folder, FILE)
@@ -37,7 +37,6 @@ def prefix_from_environment() -> str | None:
 
 
 def torchs_prefix() -> str:
-    """torch's default location of dumps."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(cache, "torch", "comm_lib_trace_rank_")
 
@@ -74,7 +73,7 @@ def note(rank: int, pid: int, flight: int, stacks: Sequence[ThreadStack] = (), s
 
 
 def this_rank(collectives: bool | None, stacks: bool | None, only_active: bool | None) -> dict[str, Any]:
-    """What this rank recorded, with the arguments of PyTorch's functions. None: the default."""
+    """What this rank recorded. The arguments are those of PyTorch's functions; None: the default."""
     if not has_arena():
         return torch_dump([], {}, collectives=collectives is not False)
     place = current_arena().flight.address

@@ -57,7 +57,7 @@ def rank(request: Request) -> dict[str, Any]:
 
 @route("GET", "/api/v1/server")
 def server(request: Request) -> dict[str, Any]:
-    """The server itself: how many clients it has, and how many connections it has ended, by reason."""
+    """The server's clients, and the connections that it has ended, by reason."""
     acceptor = request.rank.acceptor
     return {"connections": acceptor.connections, "closed": dict(acceptor.closed), "pauses": acceptor.pauses}
 
@@ -95,7 +95,6 @@ def operations(request: Request) -> dict[str, Any]:
 
 @route("GET", "/api/v1/groups")
 def groups(request: Request) -> list[dict[str, Any]]:
-    """The groups that this rank is in."""
     first = request.rank.group
     if first is None:
         return []
@@ -164,7 +163,7 @@ def stacks(request: Request) -> list[dict[str, Any]]:
 
 @route("GET", "/api/v1/memory")
 def memory(request: Request) -> dict[str, Any]:
-    """This rank's arena, in bytes: addresses, in use, at most so far, freed but kept, and pages it really takes."""
+    """This rank's arena in bytes: addresses, in use, peak, freed but kept, and the pages that it really takes."""
     arena = request.group.arena
     return {
         "addresses": arena.nbytes,
@@ -199,7 +198,7 @@ def store(request: Request) -> Any:
 
 @route("POST", "/api/v1/dump")
 def dump(request: Request) -> dict[str, Any]:
-    """All of the above except the store, in one document, for a bug report. This writes nothing."""
+    """All of the above but the store, in one document, for a bug report. Writes nothing."""
     request.params.setdefault("limit", str(MOST_OPERATIONS))
     document: dict[str, Any] = {"rank": rank(request), "groups": groups(request), "stacks": stacks(request)}
     if request.rank.group is not None:

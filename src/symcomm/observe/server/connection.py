@@ -47,7 +47,7 @@ class RateLimit:
 
 
 def peer_uid(connection: socket.socket) -> int | None:
-    """The user at the other end of a Unix socket, as the kernel knows it."""
+    """The user at the other end of a Unix socket, by the kernel."""
     if connection.family != socket.AF_UNIX:
         return None
     pid_uid_gid = struct.Struct("3i")

@@ -90,7 +90,7 @@ class HttpSession(abc.ABC):
             self._deadline = time.monotonic() + (TRUSTED_SECONDS if self.trusted else FIRST_SECONDS)
 
     def _serve_one(self) -> bool:
-        """One request; whether another may follow."""
+        """Serve one request; returns whether another may follow."""
         try:
             head = self._read_head()
             if head is None:
@@ -135,7 +135,7 @@ class HttpSession(abc.ABC):
             raise Refusal(413, f"A body may have {BODY_BYTES} bytes.")
 
     def read_body(self) -> bytes:
-        """What is left of the body of the present request."""
+        """The rest of the present request's body."""
         parts: list[bytes] = []
         while self._http.their_state is self._h11.SEND_BODY:
             event = self._next_event(1 << 16)
@@ -162,7 +162,7 @@ class HttpSession(abc.ABC):
             self._http.receive_data(self._receive(piece))
 
     def _receive(self, piece: int) -> bytes:
-        """One deadline for the whole request, however slowly its bytes arrive."""
+        """Every read of a request shares one deadline, however slowly its bytes arrive."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError

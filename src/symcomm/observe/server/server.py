@@ -38,7 +38,7 @@ _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
 class ServedRank:
-    """Whose server it is. ``group`` is the rank's first, ``store`` where the ranks met; None: not yet, or gone."""
+    """The rank of a server. ``group``: its first, ``store``: where ranks met; None: not yet, or gone."""
 
     def __init__(self, group: Any = None, store: Any = None):
         self.started = time.time()
@@ -85,7 +85,9 @@ class Server:
         self._listener = listener
         self._lock = threading.Lock()
         self._closed = False
-        self.remove = server_registry.remover_of(listener)
+        self.files = server_registry.OwnFiles()
+        if listener.family == socket.AF_UNIX:
+            self.files.add(listener.getsockname())
         self.rank.address = self.address
         try:
             load_h11()
@@ -93,7 +95,7 @@ class Server:
                 listener, lambda sock: RankSession(sock, self), "the rank's server", tls
             )
         except (OSError, RuntimeError, errors.ResourceError) as error:
-            self.remove()
+            self.files.remove()
             listener.close()
             if isinstance(error, errors.ResourceError):
                 raise
@@ -125,12 +127,12 @@ class Server:
     # --- the end -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Stop listening, hang up, and remove the socket's file. Any thread may call this, any number of times."""
+        """Stop listening, hang up, and remove the socket's file. Call it from any thread, any number of times."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self.remove()
+        self.files.remove()
         self._acceptor.shutdown()
         if self.rank.stop_watching is not None:
             self.rank.stop_watching()

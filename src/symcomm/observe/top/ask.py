@@ -41,7 +41,7 @@ KEYS_SHOWN = 2000
 
 
 def ask_stacks(pids: Mapping[int, int], seconds: float = ANSWER) -> dict[int, list[ThreadStack]]:
-    """Stacks of ranks, given with their pids; ``[]`` for one that could have answered and did not."""
+    """Stacks of ranks, given with their pids; ``[]`` for a rank that could have answered and did not."""
     deadline = time.monotonic() + seconds
     servers = _servers_of(pids)
     folders = {rank: folder for rank, pid in pids.items() if rank not in servers and (folder := _folder_of(pid))}
@@ -66,7 +66,7 @@ def _servers_of(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
 
 
 def _from_servers(servers: Mapping[int, dict[str, Any]], deadline: float) -> dict[int, list[ThreadStack]]:
-    """Ask all before reading the first answer, so that one that hangs does not delay the others."""
+    """Ask all before reading the first answer, so that one that hangs delays no other."""
     asked: dict[int, http.client.HTTPConnection] = {}
     found = {}
     troubles = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
@@ -87,7 +87,7 @@ def _left(deadline: float) -> float:
 
 
 def read_answer(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The body, as it comes: memory is not taken for a length that was only announced. OSError if there is no end."""
+    """The body, read as it comes, since an announced length may be a lie. OSError if it does not end."""
     body = bytearray()
     while piece := answer.read(PIECE):
         body += piece
@@ -155,7 +155,7 @@ class _Folder:
         return True
 
     def read(self, name: str) -> bytes:
-        """What the process has written under that name."""
+        """What the process wrote under that name."""
         with open(open_file(name, dir_fd=self._descriptor), "rb") as file:
             facts = os.fstat(file.fileno())
             if facts.st_uid != self._user or facts.st_size > ANSWER_BYTES:
@@ -168,7 +168,7 @@ class _Folder:
 
 
 def _from_folders(folders: Mapping[int, str], pids: Mapping[int, int], deadline: float) -> dict[int, list[ThreadStack]]:
-    """Ranks' tracers answer in files, which are removed."""
+    """Tracers answer in files, which we remove."""
     found: dict[int, list[ThreadStack]] = {}
     asked: dict[int, _Folder] = {}
     with contextlib.ExitStack() as stack:

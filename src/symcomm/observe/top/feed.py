@@ -53,7 +53,7 @@ class GroupFacts:
 
 @dataclass
 class Sample:
-    """What one poll found. ``operations`` holds, by rank of the world, those that began or ended since the last one."""
+    """One poll. ``operations``: by rank of the world, those that began or ended since the last poll."""
 
     now_ns: int
     ranks: list[RankFacts]
@@ -132,7 +132,7 @@ class _Recorder:
         self._pieces.append((first, raw, again))
 
     def decode(self) -> list[Operation]:
-        """Operations that began or ended since the last time, in their order."""
+        """Operations that began or ended since the last poll, in order."""
         if self._named > len(self._groups):
             for number, facts in read_groups(0, self.bytes_at).items():
                 self._groups[number] = {**facts, "ranks": tuple(facts["ranks"])}  # one, which operations share
@@ -151,7 +151,7 @@ class _Recorder:
         return found
 
     def _entry(self, raw: bytes, again: bytes, at: int) -> FlightEntry | None:
-        """None if the entry was written while we read it."""
+        """None if the entry changed while we read it."""
         fields = ENTRY.unpack_from(again, at)
         if not fields[0] or fields[0] != ENTRY.unpack_from(raw, at)[0]:
             return None
@@ -164,7 +164,7 @@ class _Recorder:
 
     @property
     def world_rank(self) -> int | None:
-        """As the largest group it was ever in numbers it; None before the first."""
+        """The rank's number in the largest group that it was ever in; None before the first."""
         best = max(self._groups.values(), key=lambda g: g.get("size", 0), default=None)
         if best is None:
             return None
@@ -230,7 +230,7 @@ class SharedMemoryFeed(Feed):
 
 
 def attach(pids: Iterable[int], title: str = "job", *, call: str = "attach") -> SharedMemoryFeed:
-    """A feed of the ranks in these processes (a process whose ranks are threads has several). ``call``: who asks."""
+    """A feed of the ranks in these processes; if its ranks are threads, a process has several. ``call``: who asks."""
     recorders: list[_Recorder] = []
     seen: set[bytes] = set()
     pids = list(pids)

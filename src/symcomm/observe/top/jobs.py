@@ -78,7 +78,7 @@ def arenas_of(pid: int) -> list[str]:
 
 
 def _owner(path: str) -> int:
-    """The process that made an arena, as its first page says."""
+    """The pid of the process that made an arena, from its first page."""
     descriptor = open_file(path)
     try:
         magic, _, pid = struct.unpack("<Q16sQ", os.pread(descriptor, 32, 0).ljust(32, b"\0"))
@@ -110,7 +110,7 @@ Ancestors = Callable[[int], set[int]]
 
 
 def choose_jobs(who: str, wanted: str | None, jobs: list[JobFacts], above: Ancestors = ancestors_of) -> list[JobFacts]:
-    """The jobs that match: a pid (of a rank, or of an ancestor of the ranks), a name, or all."""
+    """The jobs that match a pid (of a rank, or of an ancestor of ranks) or a name; without one, all."""
     if not jobs:
         raise errors.ResourceError(
             f"{who}: no job found; ranks must run on this host, as this user, and have joined a group."

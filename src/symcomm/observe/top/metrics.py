@@ -139,7 +139,7 @@ class Meter:
 
 
 class _RankMeter:
-    """Counts one rank's operations from one question to the next."""
+    """Counts one rank's operations between requests."""
 
     def __init__(self, arena: Any):
         from symcomm.observe.top.feed import attach_arena

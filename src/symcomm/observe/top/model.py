@@ -40,7 +40,7 @@ GroupKey = tuple[str, tuple[int, ...]]
 
 
 def group_of(operation: Operation) -> GroupKey:
-    """Name and first rank: disjoint groups may share a name, and to hash all ranks of a large one takes long."""
+    """Name and first rank: disjoint groups may share a name, and hashing all ranks of a large one takes long."""
     return operation.group, operation.ranks[:1]
 
 
@@ -71,7 +71,7 @@ class CollectiveInstance:
 
 @dataclass
 class Numbers:
-    """Samples of one collective and size, in seconds: how long it moved data once all had come, and waited before."""
+    """Samples of one collective and size, in seconds: the time to move data after all had come, and the wait before."""
 
     nbytes: int
     count: int = 0
@@ -94,7 +94,7 @@ class Numbers:
 
 @dataclass
 class Lateness:
-    """How often a rank was the last to come, and how long the middle rank (of two: the other) waited for it then."""
+    """How often a rank came last, and how long the middle rank (of two: the other) then waited for it."""
 
     rank: int
     times: int = 0
@@ -185,7 +185,7 @@ class Live:
         return known or len(self.sample.ranks)
 
     def _close_instances(self) -> None:
-        """Collectives that are over, and those of which we missed a part (a ring was overwritten before we read it)."""
+        """Drop collectives that are over, and those that we missed a part of (their ring was overwritten)."""
         for key, instance in list(self.running.items()):
             if not instance.is_over or not (instance.is_whole or self._everyone_passed(instance)):
                 continue
@@ -242,7 +242,7 @@ class Live:
         return self.sample.groups
 
     def absent(self, instance: CollectiveInstance) -> list[int]:
-        """Ranks that have not arrived at a collective, as far as we know."""
+        """Ranks that, as far as we know, have not arrived at a collective."""
         reached = self.reached.get(group_of(instance.first), {})
         members = instance.first.ranks or tuple(fact.rank for fact in self.ranks)
         seq = instance.first.seq
@@ -290,7 +290,7 @@ class Live:
         return [behind.get(fact.rank, 0) for fact in self.ranks]
 
     def verdict(self) -> Verdict | None:
-        """What is wrong, in one sentence; None while nothing is. Found once for each refresh."""
+        """What is wrong, in one sentence, or None. Found once per refresh."""
         if self._judged[0] != self.version:
             self._judged = self.version, self._judge()
         return self._judged[1]
@@ -304,12 +304,12 @@ class Live:
         return judge(trace, self.stuck_after)
 
     def _known(self, rank: int) -> list[Operation]:
-        """Its recent operations and its last ones in each group, in their order."""
+        """Its recent operations and the last one in each group, in order."""
         known = {op.number: op for op in self.latest.get(rank, {}).values()} | self.recent[rank]
         return [known[number] for number in sorted(known)]
 
     def _ask(self, blamed: list[int]) -> dict[int, list[ThreadStack]]:
-        """The stacks of the ranks at fault, which are not asked again at each refresh."""
+        """The stacks of the ranks at fault; asks again only after a while."""
         when, whom, _ = self._told
         if whom != blamed or self.sample.now_ns - when > STACKS_S * 1e9:
             alive = [fact.rank for fact in self.ranks if fact.rank in blamed and fact.alive and not fact.stopped]
@@ -317,7 +317,7 @@ class Live:
         return self._told[2]
 
     def stragglers(self, most: int = 5) -> list[Lateness]:
-        """Ranks that came last, the one that was waited for longest first."""
+        """Ranks that came last, the longest awaited first."""
         return sorted((late for late in self.late.values() if late.times), key=lambda late: -late.seconds)[:most]
 
     def straggler(self) -> Lateness | None:

@@ -65,9 +65,9 @@ def _listen(host: str, port: int) -> socket.socket:
 class PageServer:
     """Reads ``live`` twice a second and serves it until ``close()``. ``url`` is what to open, token and all."""
 
-    def __init__(self, live: Live, host: str = "127.0.0.1", port: int = 0, token: str | None = None):
+    def __init__(self, live: Live, host: str = "127.0.0.1", port: int = 0):
         self.live = live
-        self.token = token or secrets.token_urlsafe(24)
+        self.token = secrets.token_urlsafe(24)
         self.lock = threading.Lock()
         self.metrics: Callable[[], tuple[str, bytes]] | None = None
         self.observers: list[Callable[[Live], None]] = []
@@ -121,7 +121,7 @@ class PageServer:
     # --- answers --------------------------------------------------------------------------------------------------
 
     def answer(self, path: str, query: dict[str, str]) -> tuple[str, bytes] | None:
-        """(content type, body) of an authenticated request; None: there is no such thing."""
+        """(content type, body) for an authenticated request; None if there is no such page."""
         if path == "/api/v1/snapshot":
             since = query.get("since", "0")
             with self.lock:

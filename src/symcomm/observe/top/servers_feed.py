@@ -39,7 +39,7 @@ def get_json(address: str, token: str, path: str, seconds: float = ANSWER) -> An
 
 
 class _Server:
-    """One rank, as its server tells."""
+    """One rank, through its server."""
 
     def __init__(self, facts: dict[str, Any], token: str):
         self.rank, self.pid, self.address, self.token = facts["rank"], facts["pid"], facts["address"], token
@@ -125,7 +125,7 @@ class ServersFeed(Feed):
 
 
 def attach_servers(address: str, token: str) -> ServersFeed:
-    """A feed of a whole job, found through the server of any of its ranks. All ranks must have the same token."""
+    """A feed of a whole job, found through any rank's server. All ranks must have the same token."""
     if not address.startswith(("http://", "https://", "unix:")):
         allowed = "http://HOST:PORT, https://HOST:PORT or unix:PATH"
         raise errors.bad_argument("symcomm top", "--server", address, allowed)
