@@ -27,12 +27,12 @@ from symcomm.preflight import check_cache_directory
 
 CALLS = ("all_to_all", "all_gather", "scatter")
 SIZES = tuple(16 << 10 << k for k in range(8))  # of a piece: 16 KiB to 2 MiB
-GAIN = 1.05  # in the mean; less is not worth another way
-LOSS = 0.9  # at the largest size, beyond which nothing is measured
+GAIN = 1.05  # on average; less is not worth another path
+LOSS = 0.9  # at the largest size that is measured
 FEWEST = Limits.attach_ranks
 MOST = 16  # ranks, unless the caller says how many
-MOST_RANKS = 128  # whose tensors have 64 GiB together
-DEADLINE = 120.0  # seconds that one size may take, where every rank has a core
+MOST_RANKS = 128  # their tensors have 64 GiB together
+DEADLINE = 120.0  # seconds for one size, if every rank has a core
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def measure(group: Any, call: str, piece: int, workload: AttachWorkload) -> tupl
         limits = replace(group.plan_limits, attach_bytes=least, attach_gather_bytes=least, attach_scatter_bytes=least)
         groups.append(make_group(group.rank, group.size, group.all_gather_bytes, limits=limits))
     calls = [_call_on(own, call, piece) for own in groups]
-    groups[1].barrier()  # a peer that is not there yet cannot be read
+    groups[1].barrier()  # a peer must have arrived before we read it
     _call_on(groups[1], "scatter", SIZES[0])()
     _need_attached(groups[1])
     calls[1]()

@@ -53,8 +53,8 @@ class DdpMeasurement(frame.StepMeasurement):
     """One model on one side. ``error`` is that of gradients and losses."""
 
     parameters: int = 0
-    peak: int = 0  # bytes above what the process had before the model, of the rank that needs most
-    share: int = 0  # bytes above, at the end: what ranks have in common is divided among them
+    peak: int = 0  # bytes more than before the model, on the rank that needs most
+    share: int = 0  # the same at the end, where memory that ranks share is divided among them
 
 
 def run_ddp_bench(workload: DdpWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[DdpMeasurement]:
@@ -105,7 +105,7 @@ def disagreement(reference: list[dict[str, Any]], answers: list[dict[str, Any]])
         pairs = [(r, g, abs(r)) for r, g in zip(right["losses"], got["losses"], strict=True)]
         largest = max(gradient["size"] for gradient in right["gradients"])
         for r, g in zip(right["gradients"], got["gradients"], strict=True):
-            size = max(r["size"], 1e-6 * largest)  # a gradient that is only rounding has no size of its own
+            size = max(r["size"], 1e-6 * largest)  # a gradient of nothing but rounding has no size
             pairs += [(a, b, size) for a, b in zip(r["some"], g["some"], strict=True)]
         differences = [abs(a - b) / size if size else abs(a - b) for a, b, size in pairs]
         worst = max([worst, *(d if d == d else float("inf") for d in differences)])

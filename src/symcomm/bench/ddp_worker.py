@@ -27,9 +27,9 @@ from symcomm.bench.model import SYMBOLS, decoder
 from symcomm.bench.torch_worker import data_parallel, join, time_steps
 from symcomm.bench.worker import serve
 
-BATCHES = 4  # prepared ones, used in turns
+BATCHES = 4  # prepared batches, used in turns
 CONTEXT = 64  # characters the transformer sees at once
-SAMPLES = 16  # elements of each gradient that are compared
+SAMPLES = 16  # compared elements of each gradient
 
 
 # --- models: name -> (module, inputs of a batch, what is wanted, loss), from a scale that divides their width ---------
@@ -69,7 +69,7 @@ def conv(scale: int) -> tuple[Any, Callable[..., Any], Callable[..., Any], Calla
     channels = [3, *(width // scale for width in (32, 64, 128))]
     layers: list[Any] = []
     for before, after in itertools.pairwise(channels):
-        convolve = nn.Conv2d(before, after, 3, padding=1, bias=False)  # batch norm would take a bias away again
+        convolve = nn.Conv2d(before, after, 3, padding=1, bias=False)  # batch norm would remove a bias
         layers += [convolve, nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Flatten(), nn.Linear(channels[-1] * 16, 256 // scale), nn.ReLU(), nn.Linear(256 // scale, 10)]
 
@@ -202,7 +202,10 @@ def memory(field: str) -> int:
 def reset_peak() -> int:
     """Restart the kernel's high-water mark; returns what the process has now."""
     gc.collect()
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # else: the process's whole life
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/clear_refs", "w") as file,
+    ):  # then the peak covers the whole life of the process
         file.write("5")
     return memory("VmRSS:")
 

@@ -82,7 +82,7 @@ class TurnsWorkload(Workload):
     """``rounds`` turns of every side, each of ``steps``."""
 
     ranks: int = 2
-    rounds: int = 10  # many and short: others' load comes and goes
+    rounds: int = 10  # many and short, since other programs' load comes and goes
     steps: int = 20
 
     def how(self, best: bool) -> str:
@@ -144,7 +144,7 @@ def time_steps(
 
 
 def need_right(error: float, most: float, what: str, whose: str = "their") -> None:
-    if not error <= most:  # not: NaN is refused too
+    if not error <= most:  # "not <=" refuses NaN too
         raise errors.SymcommError(
             f"symcomm bench: {what.format(f'{error:.2g}')} of {whose} size apart, at most {most:g} is rounding); "
             "nothing was timed."

@@ -33,7 +33,7 @@ TURNS, MPS = "in turns", "MPS"  # how processes share the GPU
 WORKER = "symcomm.bench.gpu_worker"
 QUICK = {"rounds": 2, "sizes": (4 << 10, 1 << 20, 64 << 20)}
 THEIRS = ("gloo", "torch")
-START_S, STEP_S = 120.0, 30.0  # deadlines: of starting, where kernels may have to be compiled, and of one side's turn
+START_S, STEP_S = 120.0, 30.0  # deadlines: to start, which may compile kernels; for a side's turn
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _measure(workload: GpuWorkload, sharing: str, environment: Mapping[str, str]
         words = f"{SIDES[side]} stood still for {STEP_S:.0f} s with {format_bytes(nbytes)} ({sharing})"
         print(f"# {words}; it is not measured from that size on.", file=sys.stderr, flush=True)
         found.pop((nbytes, side), None)
-        for again in [key for key in found if key[0] == nbytes]:  # its rounds begin anew, so that sides take turns
+        for again in [key for key in found if key[0] == nbytes]:  # start its rounds over, so that sides take turns
             del found[again]
         sizes = tuple(size for size in workload.sizes if size >= nbytes)
         workload = replace(workload, sizes=sizes, without=(*workload.without, side))

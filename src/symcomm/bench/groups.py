@@ -23,7 +23,7 @@ WORKER = "symcomm.bench.groups_worker"
 class GroupsWorkload(TurnsWorkload):
     """A step is a group."""
 
-    held: int = 50  # groups at a time, for what one takes
+    held: int = 50  # groups alive at once, to measure what one takes
 
     @property
     def turns(self) -> int:

@@ -24,7 +24,7 @@ from symcomm.memory.limits import format_bytes
 SIDES = {"ours": "symcomm", "gloo": "flat gloo"}
 LINK = "the link alone"
 WORKER = "symcomm.bench.hosts_worker"
-DEADLINE = 900.0  # seconds of silence, in which one size of a collective is measured
+DEADLINE = 900.0  # seconds of silence while one size of a collective is measured
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def expected_bytes(side: str, collective: str, nbytes: int, hosts: int, ranks: i
     The root is rank 0. Gloo's algorithms ignore hosts; we know them from the network card's counts."""
     if collective == "barrier":
         return None
-    away = (hosts - 1) / hosts  # the part of all pieces that other hosts' ranks have or get
+    away = (hosts - 1) / hosts  # the share of pieces on other hosts
     factors = {"gather": away, "scatter": away, "all_to_all": ranks * away}  # from one rank to the other
     factors |= _gloos_way(hosts, ranks) if side == "gloo" else _our_way(hosts)
     whole = ("all_reduce", "reduce", "broadcast")

@@ -19,7 +19,7 @@ from symcomm.bench.torch_worker import read_plan, say
 from symcomm.bench.worker import Bench, GlooSide, SymcommSide
 
 TIMEOUT = 300.0
-SMALL, MORE_STEPS = 256 << 10, 5  # bytes, up to which a turn has so many times the steps: these take a moment
+SMALL, MORE_STEPS = 256 << 10, 5  # up to so many bytes, a turn has so many times the steps
 
 
 class Ranks:
@@ -27,7 +27,7 @@ class Ranks:
 
     def __init__(self, group: Any):
         self.group, self.idle = group, 0
-        self.idle = min(self.timed(lambda: None, 1)[1] for _ in range(3))  # what this class itself sends
+        self.idle = min(self.timed(lambda: None, 1)[1] for _ in range(3))  # the bytes that this class itself sends
 
     def everybodys(self, value: Any) -> list[Any]:
         return [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(value).encode())]
@@ -39,7 +39,7 @@ class Ranks:
         for _ in range(calls):
             call()
         seconds = max(self.everybodys((time.perf_counter() - begun) / calls))
-        after = carried()  # everybody is done: nothing is on its way any more
+        after = carried()  # everybody is done, so nothing is in flight
         moved = max(max(pair) for pair in self.everybodys([b - a for a, b in zip(before, after, strict=True)]))
         return seconds, max(0, moved - self.idle)
 
@@ -62,7 +62,7 @@ def measure(case: Case, workload: dict[str, Any], sides: dict[str, Any], ranks: 
     for name in in_turns(list(sides), workload["rounds"]):
         seconds, moved = ranks.timed(ready[name].call, steps)
         rows[name]["turns"].append(seconds)
-        rows[name]["sent"] = min(rows[name]["sent"], moved / steps)  # less what TCP had to send twice
+        rows[name]["sent"] = min(rows[name]["sent"], moved / steps)  # without what TCP sent twice
         say(f"{case.collective}, {case.nbytes} bytes, {name}")
     return list(rows.values())
 

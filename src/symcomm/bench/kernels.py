@@ -22,12 +22,12 @@ from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.memory.limits import format_bytes
 from symcomm.types import DType, RedOpType
 
-GOAL = 0.8  # of what memcpy moves, where neither finds its data in a cache
+GOAL = 0.8  # of memcpy's rate, for data in no cache
 GOAL_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-USUAL_CACHES = {1: 32 << 10, 2: 1 << 20, 3: 32 << 20}  # where the kernel does not say
+USUAL_CACHES = {1: 32 << 10, 2: 1 << 20, 3: 32 << 20}  # if the kernel does not say
 LARGEST = 256 << 20
-SHIFT = 4096 + 64  # buffers that all begin at the same place of a page share the cache's ways, and fight for them
+SHIFT = 4096 + 64  # buffers at the same offset of their pages would compete for the same lines of a cache
 COPY = -1
 
 
@@ -94,7 +94,7 @@ class Buffers:
         self.maps = [mmap.mmap(-1, nbytes + (sources + 2) * SHIFT) for _ in range(sources + 1)]
         places = [ctypes.addressof(ctypes.c_char.from_buffer(m)) + i * SHIFT for i, m in enumerate(self.maps)]
         for place in places:
-            ctypes.memset(place, 0x40, nbytes)  # a number of every type, and no subnormal, which some CPUs are slow at
+            ctypes.memset(place, 0x40, nbytes)  # a normal number in every type: some CPUs are slow with subnormals
         self.out, *self.sources = places
 
     def time(self, dtype: DType | None, op: int, repeats: int) -> float:

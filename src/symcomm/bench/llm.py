@@ -28,7 +28,7 @@ SIDES = {
     "symcomm": "symcomm",
     "direct": "symcomm, own call",
 }
-EAGER_ONLY = ("deepspeed", "direct")  # compiled graphs make their own calls
+EAGER_ONLY = ("deepspeed", "direct")  # compiled graphs make their calls themselves
 WORKER = "symcomm.bench.llm_worker"
 START_SECONDS = 60.0  # DeepSpeed builds its operator
 PREPARE_SECONDS = {"eager": 60.0, "compiled": 300.0}  # on a busy machine

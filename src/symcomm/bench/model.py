@@ -7,7 +7,7 @@ from typing import Any
 
 SYMBOLS = 128  # ASCII
 HEADS, TEMPERATURE = 4, 0.6
-PREVIOUS = 2  # characters that each place is shown beside its own: half a minute is short to learn where to look
+PREVIOUS = 2  # earlier characters that each place also sees: the demo is too short to learn attention for that
 
 
 def own_source() -> bytes:

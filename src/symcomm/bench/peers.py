@@ -21,7 +21,7 @@ SETUP = "symcomm bench --setup-peers"
 PIP_DEADLINE = 900.0  # seconds
 
 WORKER = Path(__file__).with_name("worker.py")
-# What an outer launcher said about its own ranks must not reach ours.
+# Variables of an outer launcher, which describe its ranks and must not reach ours.
 FOREIGN = ("PMI_", "PMIX_", "OMPI_COMM_", "MPI_LOCAL", "TORCHELASTIC_")
 FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -108,7 +108,7 @@ def _mpi(name: str, world: int, worker: list[str]) -> Start:
     env = _clean_environment()
     env.pop("PYTHONPATH", None)
     env["PATH"] = f"{home}{os.pathsep}{env.get('PATH', '')}"
-    env["NUMPY_MADVISE_HUGEPAGE"] = "0"  # as torch's tensors have it: 64 MiB take MPI a tenth less in huge pages
+    env["NUMPY_MADVISE_HUGEPAGE"] = "0"  # as for torch's tensors: in huge pages, MPI needs a tenth less time for 64 MiB
     if name == "openmpi":
         env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
         if crowded:

@@ -12,10 +12,10 @@ from typing import Any
 from symcomm import errors
 from symcomm.preflight import check_output_file
 
-MOST_TICKS = 8  # labels below a panel that do not run into each other
+MOST_TICKS = 8  # labels that fit below a panel
 ACROSS = 3  # panels in a row
-CHARACTERS = 11  # of a heading in an inch
-REASON = 32  # characters in a line of why a curve ends
+CHARACTERS = 11  # of a heading, per inch
+REASON = 32  # characters per line of the reason why a curve ends
 PLAIN = "{x:,.10g}"  # 1,000 and 0.01, where matplotlib would write powers of ten
 
 
@@ -126,7 +126,7 @@ def _finish(axis: Any, panel: Panel) -> None:
     """Labels, a grid, and numbers that are no powers of ten."""
     from matplotlib.ticker import LogFormatterSciNotation
 
-    class Between(LogFormatterSciNotation):  # it knows which ticks between two powers of ten there is room for
+    class Between(LogFormatterSciNotation):  # it knows which ticks between powers of ten have room
         def __call__(self, x: float, pos: int | None = None) -> str:
             return PLAIN.format(x=x) if super().__call__(x, pos) else ""
 

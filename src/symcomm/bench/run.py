@@ -31,8 +31,8 @@ from symcomm.bench.whereabouts import SLOW, family_of, where_are
 from symcomm.errors import format_exit, format_ranks
 from symcomm.types import DType
 
-Tick = Callable[[str], None]  # called after every turn, with what it was
-Seen = Callable[[list[Any]], None]  # called after every part, with all that is known by then
+Tick = Callable[[str], None]  # called after every turn, with its name
+Seen = Callable[[list[Any]], None]  # called after every part, with all figures so far
 
 OURS = ("ordinary", "symmetric", "heap")  # series of our own side; every other series is a side of that name
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
@@ -45,7 +45,7 @@ PLACES = {
 ONE_PIECE = ("all_reduce", "reduce", "broadcast", "p2p", "put", "put_signal")
 WORKER = "symcomm.bench.worker"
 START_DEADLINE = 60.0
-ORDER_DEADLINE = 120.0  # for one order, on top of what the work itself is expected to take
+ORDER_DEADLINE = 120.0  # for one order, plus the expected time of the work
 FINISH_DEADLINE, KILL_DEADLINE = 3.0, 10.0
 
 
@@ -104,7 +104,7 @@ class CaseResult:
     reason: str = ""
     calls: int = 0  # timed calls of ours, of all ranks
     long: int = 0  # those that took the slow path, through Python
-    stood_still: bool = False  # its side, in this case or in one before
+    stood_still: bool = False  # in this case or an earlier one
 
 
 # --- sides -------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Side:
     def __init__(self, name: str, world: int, folder: Path, pinned: bool, worker: str, call: str, python: str):
         self.name, self.world, self.call = name, world, call
         self._closed = False
-        self.stood_still = ""  # in what, once it has; its ranks have been ended then
+        self.stood_still = ""  # in what, if it has; then its ranks are gone
         self.ranks: list[SideRank] = []
         self.log = folder / f"{name}.log"
         address = str(folder / f"{name}.socket")
@@ -272,7 +272,7 @@ class Side:
                 process.wait(max(0.0, end - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in a call of the kernel's that does not end
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
                 process.wait(KILL_DEADLINE)
 
 

@@ -20,7 +20,7 @@ from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.bench.sites_worker import METHODS
 
 WORKER = "symcomm.bench.sites_worker"
-DEADLINE = 300.0  # seconds of silence, in which one method is trained
+DEADLINE = 300.0  # seconds of silence while one method is trained
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SitesWorkload(Workload):
     width: int = 192
     layers: int = 2
     context: int = 64
-    batch: int = 4  # texts for each rank and step
+    batch: int = 4  # texts per rank and step
     rate: float = 3e-3
     period: int = 20  # steps between DiLoCo's meetings
     every: int = 10  # steps between checks of the loss

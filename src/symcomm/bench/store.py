@@ -72,7 +72,7 @@ Row = dict[str, Any]  # what, clients; for each side its time in us and, where m
 
 def run_store_bench(workload: StoreWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[Row]:
     for side in workload.sides:
-        _store_class(side)  # loaded before the processes are made, so that they start in a blink
+        _store_class(side)  # load it before forking, so that processes start quickly
     rows: list[Row] = []
     with _servers(workload.sides, max([*workload.connect, *workload.clients, 1])) as ports:
         for count in workload.clients:
@@ -213,7 +213,7 @@ def _time_calls(client: _StoreClient, ports: dict[str, int], calls: int) -> dict
                 start = clock()
                 call(store, i)
                 own.append(clock() - start)
-            store.num_keys()  # a set has no answer: this one comes after all of them were done
+            store.num_keys()  # a set has no answer; this call is answered after all sets
             spans.setdefault((name, side), []).append((begin, clock()))
             client.meet()
             client.tell(f"{name}, {SIDES[side]}, {format_clients}")

@@ -17,7 +17,7 @@ from symcomm.bench.pictures import Bars, Curves, Panel
 from symcomm.bench.run import OURS, PLACES, Case, CaseResult
 from symcomm.memory.limits import format_bytes
 
-MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # how many times faster than the best MPI, and than Gloo, we mean to be
+MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # our goals: so many times as fast as the best MPI and as Gloo
 MISSED = "!"
 
 Table = tuple[str, list[str], list[list[str]]]  # title, column names, rows

@@ -19,9 +19,9 @@ from pathlib import Path
 from symcomm import errors
 
 ASK = signal.SIGUSR1
-SLOW = 15.0  # seconds of silence until that is worth a word
+SLOW = 15.0  # seconds of silence before we mention it
 ANSWER_S = 2.0  # for one rank to write its stack
-MOST_LINES = 12  # of a stack, the innermost
+MOST_LINES = 12  # the innermost frames of a stack
 
 
 def where_are(pids: Mapping[str, int], log: Path) -> str:

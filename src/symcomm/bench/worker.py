@@ -33,7 +33,7 @@ from typing import Any
 
 ONE_SIDED = ("put", "put_signal")  # rank 0 writes into rank 1's window; both write to each other, and wait
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
-GROUP_TIMEOUT = 60.0  # seconds; the controller's deadlines are longer, so the side itself speaks first
+GROUP_TIMEOUT = 60.0  # seconds; less than the controller's deadlines, so that the side reports first
 
 # MPI knows no 16-bit floats: their bytes travel as uint16 where nothing is reduced.
 MPI_DTYPES = {
@@ -46,8 +46,8 @@ class Unsupported(Exception):
     """This side has no such call, dtype or operation."""
 
 
-PART = 1 << 18  # elements of a result that are compared at once: what stays in a cache
-PERIOD = 10  # of the values of all ranks, and of what becomes of them
+PART = 1 << 18  # elements compared at once, few enough for a cache
+PERIOD = 10  # after which the values repeat, and so do results
 
 
 def values(np: Any, rank: int, start: int, count: int, op: str) -> Any:
@@ -96,7 +96,7 @@ def expected(np: Any, rank: int, case: SimpleNamespace) -> Any:
 class TorchSide:
     """Symcomm and Gloo: torch tensors, and collectives of which some only work in place."""
 
-    reduce_scatter: str  # what the library calls it
+    reduce_scatter: str  # the library's name for it
     all_gather: str
 
     def __init__(self, library: Any, ops: Any, rank: int, world: int) -> None:
@@ -190,7 +190,7 @@ class SymcommSide(TorchSide):
 
     @classmethod
     def joined(cls, args: SimpleNamespace) -> SymcommSide:
-        os.environ["SYMCOMM_HEAP"] = "1"  # torch, which is imported next, reads it; only series "heap" takes from there
+        os.environ["SYMCOMM_HEAP"] = "1"  # torch reads it when it is imported; only series "heap" uses that memory
         import symcomm
 
         store = symcomm.FileStore(args.store, args.world)
@@ -434,7 +434,7 @@ class Bench:
         self.side.barrier()
         self.call()
         if self.case.collective == "put":
-            self.side.barrier()  # the rank that is written to does not know when
+            self.side.barrier()  # the target does not know when the put is over
         right = expected(self.np, self.side.rank, self.case)
         if right is None:
             return 0
@@ -522,7 +522,7 @@ class Orders:
         self.cases: dict[int, Bench] = {}
         if args.pinned:
             pin(self.side.rank, self.side.world)
-        gc.freeze()  # what is loaded by now stays: collecting after each case need not look at it
+        gc.freeze()  # what is loaded by now stays, so collections after each case skip it
         gc.disable()
 
     def prepare(self, case: int, spec: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Bar:
-    """Of so many ``turns``; on stderr. Calling it says that another one is done, and of what. Where ``bar`` is None, no
-    terminal, the time left is printed now and then: what ``seconds_left`` says, or as the turns so far took."""
+    """Progress over ``turns``, on stderr. Call it after each turn, with its name. Without a terminal (``bar`` is None)
+    it prints the time left now and then: from ``seconds_left``, or by the turns so far."""
 
     def __init__(
         self, turns: int, bar: Any = None, task: Any = None, seconds_left: Callable[[], float] | None = None

@@ -267,8 +267,7 @@ def common_memory_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format
 
 
 def suggested_memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The memory format that PyTorch infers from a tensor's strides, dense or not. Strides that fit both count as
-    contiguous."""
+    """The memory format that PyTorch infers from strides, dense or not; contiguous if several fit."""
     order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(tensor.dim())
     if order is None or tensor.numel() == 0 or tensor.stride(1) == 0:
         return torch.contiguous_format

@@ -171,8 +171,7 @@ def _same(values: list[Any], where: str) -> Any:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two values are equal: arrays in all elements, NaN equals NaN, and incomparable values equal only
-    themselves."""
+    """Whether two values are equal: arrays in all elements; NaN equals NaN; incomparable values equal themselves."""
     if a is b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)):
         return True
     try:

@@ -142,8 +142,8 @@ class Job:
 
     @property
     def admits_unauthenticated(self) -> bool:
-        """Whether a store that the launcher serves accepts clients without the token. PyTorch's clients cannot prove
-        it, and programs that use them must run if the user set none."""
+        """Whether a store that the launcher serves accepts clients without the token. PyTorch's clients cannot prove a
+        token, and must work unless the user has set one."""
         return self.insecure or not self.given_token
 
     @property

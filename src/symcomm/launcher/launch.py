@@ -107,8 +107,8 @@ class JobAttempt:
         late: bool = False,
         store: Any = None,
     ):
-        """``look(attempt)`` is asked again and again why the ranks have to end, or ""; ``late`` ranks join those that
-        run. ``store``: the ranks', where another launcher may serve it."""
+        """``look(attempt)`` is polled: why the ranks have to end, or "". ``late`` ranks join those that run. ``store``:
+        the ranks' store, if another launcher may serve it."""
         self.job = job
         self.number = number
         self.first_failed: Rank | None = None
@@ -266,9 +266,8 @@ class JobAttempt:
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
 
     def _is_deserted(self) -> bool:
-        """Whether all living ranks wait for ranks that are gone. With other nodes, the launchers decide that
-        together."""
-        is_over = any(rank.returncode == 0 for rank in self.ranks)  # then newcomers are told so
+        """Whether all living ranks wait for ranks that are gone. Launchers of several nodes decide that together."""
+        is_over = any(rank.returncode == 0 for rank in self.ranks)  # then newcomers hear that the job is over
         return self.has_lost and not (is_over or self._look or self._stop.signum) and self.none_is_member()
 
     def _fail_deserted(self, rank: Rank) -> None:
@@ -317,7 +316,7 @@ class JobAttempt:
     def _fail(self, rank: Rank) -> None:
         assert rank.ended is not None
         self.first_failed = rank
-        if self._stop.signum:  # it was asked to stop: SIGTERM now could break what the others save
+        if self._stop.signum:  # the job was asked to stop: a SIGTERM now could interrupt what the others save
             self._next_step = self._next_step or (rank.ended + self.job.grace, self.kill)
         else:
             self._next_step = (rank.ended + SETTLE_S, self._terminate)
@@ -437,7 +436,7 @@ def judge(attempt: JobAttempt, stopped_by: int, output: Output) -> int:
     job, ends = attempt.job, attempt.ends()
     first = attempt.first_failed
     if stopped_by == signal.SIGPIPE:
-        output.broken = False  # the reader of one stream is gone; the other may still be read
+        output.broken = False  # one stream has lost its reader; the other may still have one
     cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here or any(e.returncode is None for e in ends)
     failed_before = first is not None and not first.stopping
     if stopped_by and (first or cut_short) and not failed_before:
@@ -475,8 +474,7 @@ def _spawn(job: Job, env: dict[str, str], prepare: Callable[[], None]) -> subpro
 
 
 def _prepare(libc: Any, parent: int, cores: set[int] | None) -> None:
-    """Runs in the new rank before its program: binds it to its cores, and makes the kernel kill it when the launcher
-    dies."""
+    """Runs in the new rank before its program: binds it to cores, and has the kernel kill it when the launcher dies."""
     if cores is not None:
         os.sched_setaffinity(0, cores)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

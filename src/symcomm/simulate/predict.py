@@ -220,8 +220,7 @@ def _arrival(cluster: Cluster) -> float:
 
 
 def _with_arrival(collective: str, nbytes: int, cluster: Cluster) -> Estimate:
-    """Few bytes: ranks hand them to their host's leader, which sends them along with its arrival, and shares the
-    result with its host."""
+    """Few bytes: ranks hand them to their host's leader, which sends them with its arrival and shares the result."""
     ranks, hosts = cluster.ranks_per_host, cluster.hosts
     own = _said(collective, nbytes, hosts)
     reduces = collective in ("all_reduce", "reduce_scatter")
@@ -238,8 +237,8 @@ def _with_arrival(collective: str, nbytes: int, cluster: Cluster) -> Estimate:
 
 
 def _hierarchical(collective: str, way: str, nbytes: int, cluster: Cluster) -> tuple[float, float, list[Round]]:
-    """One chunk: (seconds inside hosts before and after the network; of the host that works most, which is what each
-    further chunk waits for; rounds between hosts). All ranks of a host send at once: their messages add up."""
+    """One chunk: (seconds inside hosts, before and after the network; seconds of the busiest host, which every further
+    chunk waits for; rounds between hosts). All ranks of a host send at once, so their messages add up."""
     hosts, shard = cluster.hosts, nbytes / cluster.ranks_per_host
 
     def inside(part: str, pieces: int = 1) -> float:

@@ -17,7 +17,7 @@ class Straggler:
     """One rank. It is charged with the others' sleep in collectives to which it came last."""
 
     rank: int
-    collectives: int = 0  # that it took part in, as far as all ranks recorded them
+    collectives: int = 0  # of those that all ranks recorded, how many it took part in
     last: int = 0  # how many of them it arrived at last
     late_s: float = 0.0  # how long after the rank before it, in total
     caused_s: float = 0.0  # sleep of all other ranks in those

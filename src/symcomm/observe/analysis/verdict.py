@@ -207,7 +207,7 @@ def _mismatch_words(
     group: str, seq: int, ranks: dict[int, Operation], sides: dict[str, list[int]]
 ) -> tuple[str, list[int]]:
     """The sentence, and the ranks at fault: the minority, if there is one."""
-    if len(sides) == 1:  # differing lists of sizes show only in a hash that the ranks compared
+    if len(sides) == 1:  # lists of sizes differ, which shows only in a hash that ranks compare
         call = _call(next(iter(ranks.values())))
         return f"{_who(ranks)} called {call}{_sites(ranks.values())} with different lists of sizes.", sorted(ranks)
     ordered = sorted(sides.items(), key=lambda side: (len(side[1]), -side[1][0]))

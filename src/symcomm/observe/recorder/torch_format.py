@@ -20,7 +20,7 @@ from symcomm.types import DType
 
 VERSION = "2.10"  # of the format, as torch 2.13 writes it
 BACKEND = "gloo"
-MESSAGES = 1 << 32  # added to their numbers: torchfrtrace takes a message and a collective of one number for one call
+MESSAGES = 1 << 32  # added to messages' numbers, or torchfrtrace takes a message and a collective for one call
 SCALAR_TYPES = {
     DType.UINT8: "Byte", DType.INT8: "Char", DType.INT16: "Short", DType.INT32: "Int", DType.INT64: "Long",
     DType.UINT16: "UInt16", DType.UINT32: "UInt32", DType.UINT64: "UInt64", DType.BOOL: "Bool",

@@ -91,7 +91,7 @@ class ConnectionAcceptor:
                 continue
             try:
                 self._admit(client)
-            except Exception as error:  # in any case, others want to be served
+            except Exception as error:  # whatever it was, serve the others
                 self._note("failed", repr(error))
                 client.close()
 
@@ -107,7 +107,7 @@ class ConnectionAcceptor:
         while not self._ending:
             poll.poll(PAUSE * 1e3)
             with contextlib.suppress(OSError):
-                socket.socket().close()  # whether there is one now
+                socket.socket().close()  # is there a descriptor now?
                 return
 
     def _admit(self, raw: socket.socket) -> None:

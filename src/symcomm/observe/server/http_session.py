@@ -25,7 +25,7 @@ BODY_BYTES = 1 << 20
 PIECE = 4096  # bytes read at once while a head is incomplete: what a client may send beyond HEAD_BYTES
 FIRST_SECONDS = 5.0  # for a whole request, from when we begin to wait: for the first one, and for strangers
 TRUSTED_SECONDS = 30.0  # for later ones of a trusted client, such as a page that asks now and then
-WORDS = 200  # characters of a client's input that it may get back
+WORDS = 200  # characters of its input that a client may see again
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 
 
@@ -96,7 +96,7 @@ class HttpSession(abc.ABC):
             if head is None:
                 return False
             response = self.respond(head)
-            self.read_body()  # the rest of it is not the next request
+            self.read_body()  # else the rest would be taken for the next request
         except Refusal as refusal:
             self.end = f"{refusal.status} {refusal}"
             response = Response()

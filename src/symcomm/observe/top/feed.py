@@ -26,7 +26,7 @@ from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.top.ask import ask_stacks, format_stacks, kernel_stacks, list_store, spied_stacks
 from symcomm.observe.top.jobs import arenas_of
 
-READ_AT_ONCE = 4096  # entries of one rank that one poll reads; a faster rank's older ones are counted, not shown
+READ_AT_ONCE = 4096  # entries of one rank per poll; older ones of a faster rank are counted, not shown
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Recorder:
         """Operations that began or ended since the last poll, in order."""
         if self._named > len(self._groups):
             for number, facts in read_groups(0, self.bytes_at).items():
-                self._groups[number] = {**facts, "ranks": tuple(facts["ranks"])}  # one, which operations share
+                self._groups[number] = {**facts, "ranks": tuple(facts["ranks"])}  # one tuple for all operations
         found = []
         self._unsettled = set()
         for first, raw, again in self._pieces:
@@ -198,7 +198,7 @@ class SharedMemoryFeed(Feed):
         for place, recorder in enumerate(self._recorders):
             new = recorder.decode()
             rank = place if recorder.world_rank is None else recorder.world_rank
-            other = newest.get(rank)  # a process may still hold the arena of a rank that it was before
+            other = newest.get(rank)  # a process may still hold the arena of an earlier rank
             if other is None or recorder.latest_ns >= other.latest_ns:
                 newest[rank], operations[rank] = recorder, new
                 groups.update({(g.name, g.ranks): g for g in recorder.groups})

@@ -17,7 +17,7 @@ from symcomm.observe.top.ask import ask_stacks
 from symcomm.observe.top.feed import Feed, GroupFacts, Sample, attach
 from symcomm.observe.top.jobs import JobFacts
 
-CLOCK = 0.1  # seconds over which the rate of the processor's counter is measured before it is trusted
+CLOCK = 0.1  # seconds to measure the rate of the processor's counter
 NO_STACKS = (
     "ranks tell where they are only when the job runs under `symcomm run --server` or `symcomm run --trace DIR` "
     "(SYMCOMM_SERVER, SYMCOMM_TRACE_DIR)."

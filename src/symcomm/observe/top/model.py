@@ -25,11 +25,13 @@ IDLE, COMPUTING, COMMUNICATING, WAITING, LATE, FAILED, DEAD = range(len(STATES))
 
 BIN_NS = 1_000_000_000  # width of a column of the heat map
 BINS = 60
-USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if normal) that are no rank's fault
+USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if normal) that blame no rank
 RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in instances
 RECENT = 8  # operations of each rank that a verdict looks at, beside its last one in each group
 SAMPLES = 512  # instances of one collective and size that percentiles are made of
-STANDS_OUT = 0.75  # of all waiting, that a rank of two or three must have caused; of more, twice an even share
+STANDS_OUT = (
+    0.75  # the share of all waiting that one of two or three ranks must cause; of more ranks, twice an even share
+)
 WAIT_NS = 200_000_000  # a rank that waits longer than this is shown as waiting
 STUCK_S = 5.0  # a rank that waits longer than this is stuck
 STACKS_S = 5.0  # how long a rank's stacks may be shown before it is asked again
@@ -49,7 +51,7 @@ class CollectiveInstance:
     """One collective of all its ranks, or one message of one rank. Times by rank of the world."""
 
     ident: int
-    first: Operation  # the call, from the rank that we heard from first
+    first: Operation  # the call, as the first rank reported it
     size: int
     version: int = 0  # of the model, when it last changed
     starts: dict[int, int] = field(default_factory=dict)
@@ -227,7 +229,7 @@ class Live:
         oldest = self.sample.now_ns // BIN_NS - BINS
         for column in [c for c in self.heat if c < oldest]:
             del self.heat[column]
-        if len(self.running) > 4096:  # of ranks that left without ending their operations
+        if len(self.running) > 4096:  # ranks left without ending their operations
             for key in list(self.running)[: len(self.running) - 4096]:
                 del self.running[key]
 

@@ -94,7 +94,7 @@ class PageServer:
                 for observe in self.observers:
                     observe(self.live)
                 self.problem = ""
-            except Exception as error:  # the page says it, and goes on trying
+            except Exception as error:  # the page shows it; try again next time
                 self.problem = f"{type(error).__name__}: {error}"
 
     def attach_meter(self, meter: Meter) -> None:

@@ -63,7 +63,7 @@ class SimulatedFeed(Feed):
         self.title = f"simulated job, {ranks:,} rank{'s' if ranks > 1 else ''}"
         self._world, self._straggler, self._stuck = ranks, straggler, stuck
         self._random = random.Random(seed)
-        self._pace = max(1.0, ranks / 64)  # large jobs compute longer, and what we tell per second stays bounded
+        self._pace = max(1.0, ranks / 64)  # large jobs compute longer, which bounds what we report per second
         self._clock = clock
         self._members = tuple(range(ranks))
         self._seq = 0
@@ -71,7 +71,7 @@ class SimulatedFeed(Feed):
         self._stuck_ns = self._next_ns + int((history + stuck_after) * 1e9) if stuck is not None else None
         self._step = 0
         self._ended: list[int] = [0] * ranks
-        self._told: dict[int, set[int]] = {}  # seq -> ranks whose operation was told as running
+        self._told: dict[int, set[int]] = {}  # seq -> ranks whose operation we reported as running
         self._open: list[_SimulatedCollective] = []
         self._halted = False
 
