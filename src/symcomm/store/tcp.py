@@ -10,10 +10,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
@@ -42,7 +42,6 @@ from symcomm.store.tcp_wire import StoreConnection
 
 __all__ = ["StoreLimits", "TCPStore"]
 
-Answer = TypeVar("Answer")
 _NO_KEYS = native.STORE_NO_KEYS
 _MOST_LOOKED_AT = 256  # keys, to find out which ones are missing
 _JOIN_PAUSE = 0.010  # seconds between two looks at the workers' count
@@ -305,43 +304,45 @@ class TCPStore(Store):
     # --- the exchange ------------------------------------------------------------------------------
 
     def _call(self, call: str, command: int, keys: Any, body: Any, shape: str) -> Any:
-        """One frame (the command, its keys, what follows them), one answer; see _core/store/client.c."""
+        """One frame (the command, its keys, what follows them), one answer; see _core/store/client.c.
 
-        def exchange(connection: StoreConnection) -> Any:
-            answer = native.store_call(connection.fd, command, keys, body, shape, self._timeout_s)
-            self._unanswered = call if shape == "-" else ""
-            return answer
-
-        return self._on_connection(call, keys, exchange)
-
-    def _wait_call(self, call: str, command: int, keys: Any, body: Any, seconds: float) -> bool:
-        """A call whose answer is one byte once something has happened; False if it did not in time."""
-
-        def exchange(connection: StoreConnection) -> bool:
-            try:
-                native.store_call(connection.fd, command, keys, body, "1", seconds)
-                return True
-            except native.StoreLate:
-                answer = native.store_call(connection.fd, wire.CANCEL, _NO_KEYS, None, "1", self._timeout_s)
-                if answer == 0:  # it happened while we were giving up; the cancelling is answered, too
-                    connection.exchange(b"", "1", 0, self._timeout_s)
-                return answer == 0
-
-        return self._on_connection(call, keys, exchange)
-
-    def _on_connection(self, call: str, keys: Any, exchange: Callable[[StoreConnection], Answer]) -> Answer:
-        """Run ``exchange`` on our connection. A signal handler (or a finalizer) may call while its own thread waits for
-        the answer to another call: it gets a connection of its own."""
+        A signal handler (or a finalizer) may call while its own thread is in another call, whose answer is still under
+        way: it gets a connection of its own."""
         with self._lock:
             if self._in_call:
                 with closing(self.clone()) as twin:
-                    return twin._on_connection(call, keys, exchange)
+                    return twin._call(call, command, keys, body, shape)
             connection = self._connection or self._reconnect()
             try:
                 self._in_call = True
-                return exchange(connection)
+                answer = native.store_call(connection.fd, command, keys, body, shape, self._timeout_s)
+                self._unanswered = call if shape == "-" else ""
+                return answer
             except BaseException as error:
                 self._drop()  # in any case, an answer may still be under way
+                raise self._explain(call, keys, error) from None
+            finally:
+                self._in_call = False
+
+    def _wait_call(self, call: str, command: int, keys: Any, body: Any, seconds: float) -> bool:
+        """A call whose answer is one byte once something has happened; False if it did not in time."""
+        with self._lock:
+            if self._in_call:
+                with closing(self.clone()) as twin:
+                    return twin._wait_call(call, command, keys, body, seconds)
+            connection = self._connection or self._reconnect()
+            try:
+                self._in_call = True
+                try:
+                    native.store_call(connection.fd, command, keys, body, "1", seconds)
+                    return True
+                except native.StoreLate:
+                    answer = native.store_call(connection.fd, wire.CANCEL, _NO_KEYS, None, "1", self._timeout_s)
+                    if answer == 0:  # it happened while we were giving up; the cancelling is answered, too
+                        connection.exchange(b"", "1", 0, self._timeout_s)
+                    return answer == 0
+            except BaseException as error:
+                self._drop()
                 raise self._explain(call, keys, error) from None
             finally:
                 self._in_call = False
