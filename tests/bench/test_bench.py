@@ -23,8 +23,8 @@ from symcomm.bench import run as bench_run
 from symcomm.bench import table as bench_table
 from symcomm.bench import torch_calls as bench_torch
 from symcomm.bench import worker as bench_worker
-from symcomm.bench.estimate import Estimate, in_words
-from symcomm.bench.run import Case, Effort, Result, measure, open_sides
+from symcomm.bench.estimate import TimeLeft, in_words
+from symcomm.bench.run import Case, CaseResult, Effort, measure, open_sides
 from symcomm.cli import bench
 from tests.support.bench_cli import cli, refused
 from tests.support.loaded import stand_in
@@ -45,17 +45,15 @@ def loaded_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes():
-    assert bench.parse_size("-b", "8") == 8
-    assert bench.parse_size("-b", "64k") == 65536
-    assert bench.parse_size("-b", "2M") == 2 << 20
+    assert bench.pick_sizes("8", "8", 2, "", False) == [8]
+    assert bench.pick_sizes("64k", "2M", 32, "", False) == [65536, 2 << 20]
     assert bench.sizes_between(8, 100, 2, 0) == [8, 16, 32, 64]
     assert bench.sizes_between(8, 32, 2, 10) == [8, 18, 28]
 
 
 def test_the_example_in_the_help_ends_at_its_end():
     low, high, factor = re.search(r"-b (\S+) -e (\S+) -f (\d+)", bench.bench.__doc__).groups()
-    end = bench.parse_size("-e", high)
-    assert bench.sizes_between(bench.parse_size("-b", low), end, int(factor), 0)[-1] == end
+    assert bench.pick_sizes(low, high, int(factor), "", False)[-1] == 64 << 20 and high == "64M"
 
 
 def test_sizes_count_as_in_nccl_tests():
@@ -68,21 +66,21 @@ def test_sizes_count_as_in_nccl_tests():
     assert (case.nbytes, case.count) == (16, 1)
 
 
-def test_calls_that_took_the_long_way_are_warned_of():
+def test_calls_that_took_the_slow_path_are_warned_of():
     case = Case("all_reduce", 1024, 256, "float32", "sum", 0, True)
-    gloo, short = Result(case, "gloo", 1e-6, 1e-6, 0), Result(case, "ordinary", 1e-6, 1e-6, 0, calls=1200)
+    gloo, short = CaseResult(case, "gloo", 1e-6, 1e-6, 0), CaseResult(case, "ordinary", 1e-6, 1e-6, 0, calls=1200)
     assert bench_table.ways([gloo]) == ""
-    assert bench_table.ways([gloo, short]) == "way: all 1,200 timed calls of ours took the short way"
-    slow = Result(case, "symmetric", 1e-5, 1e-5, 0, calls=100, long=40)
-    words = "WARNING: 40 of 1,300 timed calls took the long way through Python: all_reduce of 1 KiB"
+    assert bench_table.ways([gloo, short]) == "way: all 1,200 timed calls of ours took the fast path"
+    slow = CaseResult(case, "symmetric", 1e-5, 1e-5, 0, calls=100, long=40)
+    words = "WARNING: 40 of 1,300 timed calls took the slow path through Python: all_reduce of 1 KiB"
     assert bench_table.ways([gloo, short, slow]) == words
     figures = bench_torch.TorchMeasurement("2.15.0", "direct")
-    assert "all blocking calls of ours took the short way" in bench_torch.note([figures])
+    assert "all blocking calls of ours took the fast path" in bench_torch.note([figures], bench_torch.TorchWorkload())
     figures.long["async 8 B"] = 7  # handed to the group's thread, which is what asynchronous calls are for
-    assert "WARNING" not in bench_torch.note([figures])
+    assert "WARNING" not in bench_torch.note([figures], bench_torch.TorchWorkload())
     figures.long["barrier"] = 7
-    assert "WARNING: calls took the long way through Python: barrier (symcomm, torch 2.15" in bench_torch.note(
-        [figures]
+    assert "WARNING: calls took the slow path through Python: barrier (symcomm, torch 2.15" in bench_torch.note(
+        [figures], bench_torch.TorchWorkload()
     )
 
 
@@ -101,7 +99,7 @@ def test_bus_bandwidth(collective: str, factor: float):
 def test_summary_marks_what_misses_its_goal():
     case = Case("all_reduce", 8, 2, "float32", "sum", 0, True)
     seconds = {"ordinary": 2e-6, "gloo": 5e-6, "mpich": 3e-6, "openmpi": 1e-6}
-    results = [Result(case, name, s, s, 0) for name, s in seconds.items()]
+    results = [CaseResult(case, name, s, s, 0) for name, s in seconds.items()]
     peers = ["gloo", "mpich", "openmpi"]
     row = bench_table.summary_row(results, ["ordinary"], peers, best=False)
     cells = dict(zip(bench_table.summary_head(["ordinary"], peers), row, strict=True))
@@ -113,7 +111,7 @@ def test_summary_marks_what_misses_its_goal():
 def test_the_time_that_is_left_is_learnt():
     """A guess at first; then what cases of the same size took, and guesses as wrong as those before."""
     cases = [Case(name, size, size, "float32", "sum", 0, True) for name in ("reduce", "gather") for size in (8, 4096)]
-    estimate = Estimate(cases, 2, Effort())
+    estimate = TimeLeft(cases, 2, Effort())
     assert 0.4 * 4 < estimate.seconds_left() < 60
     estimate.took(10.0)
     left = estimate.seconds_left()  # 10 s for the other small one, and about as much for each large one
@@ -161,7 +159,7 @@ def test_lines_have_as_many_cells_as_their_heads(peers: list[str]):
     lines: list[str] = []
     report = bench.Report(question, lines.append, summary=False, markdown=True, best=False)
     for case in question.cases:
-        report.add([Result(case, name, 2e-6, 1e-6, 0) for name in question.series])
+        report.add([CaseResult(case, name, 2e-6, 1e-6, 0) for name in question.series])
     tables = [block.splitlines() for block in "\n".join(lines).split("**") if block.startswith("\n")]
     assert len(tables) == len(bench.COLLECTIVES)
     for collective, (_, _, head, _, *rows) in zip(bench.COLLECTIVES, tables, strict=True):
@@ -233,7 +231,7 @@ def test_every_collective(tmp_path: Path, ranks: int, sizes: int, more: list[str
     code, output = cli("all", *more, *TINY, "--ranks", str(ranks), "--json", str(path))
     assert code == 0, output
     assert "# wrong elements: 0" in output
-    assert "timed calls of ours took the short way" in output and "WARNING" not in output
+    assert "timed calls of ours took the fast path" in output and "WARNING" not in output
     rows = check_rows(path, ranks, {"ordinary", "symmetric"})
     assert not any(row["long_way"] for row in rows)
     for collective in bench.COLLECTIVES:
@@ -256,7 +254,7 @@ def test_windows(tmp_path: Path, ranks: int):
     code, output = cli("window", "-b", "8", "-e", "4K", "-f", "512", *TINY, "--ranks", str(ranks), "--json", str(path))
     assert code == 0, output
     rows = check_rows(path, ranks, {"ordinary"})
-    assert "timed calls of ours took the short way" in output
+    assert "timed calls of ours took the fast path" in output
     assert [(row["collective"], row["size"]) for row in rows] == [
         ("put", 8), ("put", 4096), ("put_signal", 8), ("put_signal", 4096)
     ]  # fmt: skip

@@ -26,7 +26,8 @@ def test_the_table_of_ranks_on_one_gpu(tmp_path: Path):
         ["in turns", "4 KiB", "70 / 120", "-", "490 / 540", "-", "7.00x / 4.50x", "-"],
         ["MPS", "1 MiB", "-", "10 / 20", "-", "20 / 30", "-", "2.00x / 1.50x"],
     ]
-    assert module.note(found) == "" and "refused" in module.note(found[:2])
+    assert module.note(found, module.GpuWorkload()) == ""
+    assert "refused" in module.note(found[:2], module.GpuWorkload())
     assert module.to_json(found, module.GpuWorkload())["rows"][0]["row_us"] == [70, 72, 68]
     pytest.importorskip("matplotlib")
     pictures.draw(tmp_path / "gpu.svg", "heading", module.picture(found, module.GpuWorkload()))

@@ -75,7 +75,7 @@ def test_bytes_are_counted_alike(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_operation_a_type_has_is_measured():
     seen: list[KernelsMeasurement] = []
-    rows = bench_kernels.run_kernels_bench(TINY, seen.append)
+    rows = bench_kernels.run_kernels_bench(TINY, seen=lambda rows: seen.append(rows[-1]))
     assert seen == rows
     floats = [row.op for row in rows if row.dtype == DType.FLOAT32]
     assert floats == [op for op in RedOpType if op not in (RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR)]
@@ -94,8 +94,8 @@ def test_what_is_far_from_memcpy_is_marked():
     )
     other = KernelsMeasurement(DType.INT32, RedOpType.AVG, {"memory": 9.0}, {"memory": 0.5})
     assert [bench_kernels.cells(row)[-1] for row in (slow, fast, other)] == [f"50%{bench_table.MISSED}", "90%", "50%"]
-    assert "below 80% of memcpy (1)" in bench_kernels.note([slow, fast, other])
-    assert "below" not in bench_kernels.note([fast, other])
+    assert "below 80% of memcpy (1)" in bench_kernels.note([slow, fast, other], TINY)
+    assert "below" not in bench_kernels.note([fast, other], TINY)
 
 
 @pytest.mark.parametrize("markdown", [False, True], ids=["text", "markdown"])

@@ -30,7 +30,7 @@ def test_neighbours_in_words():
         with pytest.raises(errors.BadArgumentError, match="--neighbours"):
             parse_neighbours(wrong)
     with pytest.raises(errors.BadArgumentError, match="--against"):
-        bench_noise.peers_at_hand("gloo", lambda text: [text])
+        bench_noise.peers_at_hand("gloo")
 
 
 def test_ratios_are_against_the_better_mpi_of_each_figure():

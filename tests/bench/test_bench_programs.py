@@ -22,7 +22,7 @@ from symcomm.bench import sites as bench_sites
 from symcomm.bench import store as bench_store
 from symcomm.bench import table as bench_table
 from symcomm.bench import torch_calls as bench_torch
-from symcomm.bench.run import Case, Result
+from symcomm.bench.run import Case, CaseResult
 from symcomm.cli import bench
 from symcomm.cli.progress import Bar
 from tests.support.bench_cli import cli, refused
@@ -94,8 +94,8 @@ def test_the_store_beside_pytorchs():
 
 def test_every_benchmark_has_a_picture():
     case = Case("all_gather", 1024, 2, "float32", "sum", 0, False)
-    results = [Result(case, name, 2e-6, 1e-6) for name in ("gloo", "ordinary")]
-    results.append(Result(Case("barrier", 0, 0, "float32", "sum", 0, True), "gloo", 5e-6, 5e-6))
+    results = [CaseResult(case, name, 2e-6, 1e-6) for name in ("gloo", "ordinary")]
+    results.append(CaseResult(Case("barrier", 0, 0, "float32", "sum", 0, True), "gloo", 5e-6, 5e-6))
     [curves, bars] = bench_table.picture(results, ["ordinary", "gloo"], best=False)
     assert curves.lines == {"symcomm, ordinary tensors": [(1024, 2.0)], "gloo": [(1024, 2.0)]}
     assert bars.groups == {"": {"gloo": 5.0}}  # a barrier has no size
@@ -165,7 +165,7 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     picture = ["--plot", str(tmp_path / "ddp.svg")] if importlib.util.find_spec("matplotlib") else []
     code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path), *picture)
     assert code == 0, output
-    assert asked == [bench_ddp.DdpWorkload(4, *bench.PROGRAMS["ddp"])]
+    assert asked == [bench_ddp.DdpWorkload(4, **bench_ddp.QUICK)]
     assert "| linear | 12.60 M | no DDP | 55.0 | - | - | - | 100 | 50 |" in output
     assert "| linear | 12.60 M | torch DDP, gloo | 120.0 | 65.0 | 54% | 1.00x | 100 | 50 |" in output
     assert "| linear | 12.60 M | symcomm DDP | 62.0 | 7.0 | 11% | 9.29x | 100 | 50 |" in output
@@ -185,19 +185,19 @@ def test_groups_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[bench_groups.GroupsWorkload] = []
     made = {"gloo": [2e-3, 4e-3, 9e-3], "symcomm": [1e-3, 2e-3, 3e-3], "ours": [5e-4] * 3}
 
-    def stand_in(workload: bench_groups.GroupsWorkload, tick: object) -> list[bench_groups.GroupsMeasurement]:
+    def stand_in(workload: bench_groups.GroupsWorkload, *_: object) -> list[bench_groups.GroupsMeasurement]:
         asked.append(workload)
         return [bench_groups.GroupsMeasurement(side, 14 << 10, 512, s, [1e-4] * 3) for side, s in made.items()]
 
     monkeypatch.setattr(bench_groups, "run_groups_bench", stand_in)
     path = tmp_path / "groups.json"
     code, output = cli("groups", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
-    assert code == 0 and asked == [bench_groups.GroupsWorkload(4, *bench.PROGRAMS["groups"])], output
+    assert code == 0 and asked == [bench_groups.GroupsWorkload(4, **bench_groups.QUICK)], output
     assert "| torch, gloo | 4.00 | 1.00x | 0.10 | 14.0 | 0.50 |" in output
     assert "| torch, symcomm | 2.00 | 2.00x | 0.10 | 14.0 | 0.50 |" in output
     rows = json.loads(path.read_text())["rows"]
     assert (rows[1]["make_ms"], rows[1]["fastest_make_ms"]) == (pytest.approx(2), pytest.approx(1))
-    [bars] = bench_groups.picture(stand_in(asked[0], None), asked[0], best=True)
+    [bars] = bench_groups.picture(stand_in(asked[0]), asked[0], best=True)
     assert bars.groups["new_group"]["symcomm"] == pytest.approx(0.5)
     assert "2 or more for groups" in refused("groups", "--ranks", "1")
 
@@ -223,7 +223,7 @@ def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(bench_compile, "run_compile_bench", stand_in)
     path = tmp_path / "compile.json"
     code, output = cli("compile", "--quick", "--markdown", "--json", str(path))
-    assert code == 0 and asked == [bench_compile.CompileWorkload(2, *bench.PROGRAMS["compile"])]
+    assert code == 0 and asked == [bench_compile.CompileWorkload(2, **bench_compile.QUICK)]
     assert "| mlp | 4 | 1024 | symcomm, ours | 1250 | 250 | 8.00x | 2.00x |" in output
     rows = json.loads(path.read_text())["rows"]
     assert rows[3]["communication_us"] == pytest.approx(250) and "communication_us" not in rows[0]
@@ -233,7 +233,7 @@ def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_torch_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[bench_torch.TorchWorkload] = []
 
-    def stand_in(workload: bench_torch.TorchWorkload, tick: object) -> list[bench_torch.TorchMeasurement]:
+    def stand_in(workload: bench_torch.TorchWorkload, *_: object) -> list[bench_torch.TorchMeasurement]:
         asked.append(workload)
         calls = {call: [1e-6, 3e-6, 2e-6] for call in bench_torch.CALLS}
         return [bench_torch.TorchMeasurement(version, "direct", calls) for version in ("2.13.0", "2.15.0")]
@@ -244,7 +244,7 @@ def test_torch_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     other.symlink_to(sys.executable)
     code, output = cli("torch", "--quick", "--markdown", "--python", str(other), "--json", str(path))
     assert code == 0, output
-    assert asked == [bench_torch.TorchWorkload(2, *bench.PROGRAMS["torch"], pythons=(sys.executable, str(other)))]
+    assert asked == [bench_torch.TorchWorkload(2, **bench_torch.QUICK, pythons=(sys.executable, str(other)))]
     assert "| 2.15.0 | symcomm | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 |" in output
     assert all(row["us"] == pytest.approx(2) for row in json.loads(path.read_text())["rows"])
     assert "--python must be Python interpreters" in refused("torch", "--python", "/no/such/python")
@@ -290,8 +290,8 @@ def test_ranks_that_do_not_communicate_are_noticed(model: str):
     """The check can fail: each rank on its own batches does not learn what one process with all of them does."""
 
     def check(rank: int, communicates: bool) -> dict:
-        side = bench_ddp_worker.Side(rank, 2, communicates, lambda module: module, lambda: None)
-        return bench_ddp_worker.Training(side, model, 16).check(2)
+        side = bench_ddp_worker.DdpSide(rank, 2, communicates, lambda module: module, lambda: None)
+        return bench_ddp_worker.DdpTraining(side, model, 16).check(2)
 
     reference = [check(rank, communicates=False) for rank in range(2)]
     deaf = [check(rank, communicates=True) for rank in range(2)]

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from symcomm.cli import main
-from symcomm.cli.bench_options import COLLECTIVES, OTHERS
+from symcomm.cli.bench import COLLECTIVES, OTHERS
 from symcomm.simulate.predict import COLLECTIVES as PREDICTED
 from tests.support.command import symcomm
 

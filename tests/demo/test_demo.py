@@ -95,7 +95,7 @@ def test_the_model_learns_and_writes():
 
 
 def test_the_share_of_communication():
-    clock = demo_train.Clock()
+    clock = demo_train.PassTimes()
     assert clock.share() == 0
     clock.passes, clock.plain, clock.steps = [0.008, 0.008, 0.5], [0.006], [0.010, 0.010, 0.5]
     assert clock.share() == pytest.approx(0.2)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from symcomm.observe.server.connection import Bucket
+from symcomm.observe.server.connection import RateLimit
 from symcomm.observe.server.server import Server, listen_tcp, listen_unix
 from tests.fuzz.arena import held_now
 from tests.fuzz.common import arguments
@@ -162,7 +162,7 @@ def attack(address: str, rng: random.Random, inputs: int) -> None:
 
 def _serve(listener: socket.socket) -> Server:
     server = Server(listener, token=TOKEN)
-    server.trusted_bucket = server.stranger_bucket = Bucket(1e9, 1e9)  # so that requests are looked at, not counted
+    server.trusted_bucket = server.stranger_bucket = RateLimit(1e9, 1e9)  # so that requests are looked at, not counted
     return server
 
 

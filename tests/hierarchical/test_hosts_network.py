@@ -10,10 +10,17 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from symcomm.bench.hosts import HostsMeasurement, HostsWorkload, as_table, expected_bytes, run_hosts_bench, to_json
+from symcomm.bench.hosts import (
+    HostsMeasurement,
+    HostsWorkload,
+    as_table,
+    expected_bytes,
+    pick_collectives,
+    run_hosts_bench,
+    to_json,
+)
 from symcomm.bench.namespaces import why_no_namespaces
 from symcomm.cli import bench
-from symcomm.cli.bench import pick_collectives
 from tests.support.namespaces import network
 
 pytestmark = pytest.mark.long

@@ -67,7 +67,7 @@ def test_an_honest_process_of_another_user_is_asked(user, folder):
     def answer() -> None:
         while not question.exists():
             time.sleep(0.005)
-        path = dump.write_to(str(folder / dump.answer_name(user, 3)), RankTrace(3, user, stacks=STACKS))
+        path = dump.write(RankTrace(3, user, stacks=STACKS), str(folder / dump.answer_name(user, 3)))
         own(Path(path))
         question.unlink()
 
@@ -110,7 +110,7 @@ def test_nothing_is_made_in_folders_of_others(user, folder, tmp_path, way):
 def test_an_answer_must_be_a_file_of_the_process_itself(user, folder, tmp_path, kind):
     folder.mkdir()
     answer, secret = folder / dump.answer_name(user, 3), tmp_path / "secret"
-    dump.write_to(str(secret), RankTrace(3, user, stacks=STACKS))
+    dump.write(RankTrace(3, user, stacks=STACKS), str(secret))
     if kind == "link":
         answer.symlink_to(secret)
     elif kind == "hard link":

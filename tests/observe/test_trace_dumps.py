@@ -186,7 +186,7 @@ def frtrace(folder: Path, *options: str) -> str:
 
 def write_own(group, folder: str) -> None:
     trace = dump.note(group.global_ranks[group.rank], os.getpid(), group.arena.flight.address)
-    dump.write(trace, os.path.join(folder, "trace_rank_"))
+    dump.write(trace, os.path.join(folder, f"trace_rank_{trace.rank}"))
 
 
 def happy(group, folder):

@@ -258,7 +258,7 @@ def test_a_rank_times_its_tokens(monkeypatch: pytest.MonkeyPatch, compiled: bool
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     config = bench_llm.LlmWorkload(**SMALL).config
     order = {"compiled": compiled, "config": config, "prompt": 8, "tokens": 4, "threads": 3}
-    found, written = bench_llm_worker.Run(0, 1, lambda tensor: time.sleep(0.001), order).write()
+    found, written = bench_llm_worker.LlmRun(0, 1, lambda tensor: time.sleep(0.001), order).write()
     assert asked == [3, *[False] * compiled]
     assert [token.shape for token in written] == [(1,)] * 5
     assert len(found["prefill"]) == 1 and len(found["decode"]) == 4 and min(found["decode"]) > 0.003

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from symcomm.cli.main import app
 from symcomm.errors import BadArgumentError
 from symcomm.hierarchical import pipelined
+from symcomm.memory.limits import format_bytes
 from symcomm.simulate import Cluster, Link, Topology, compare, ddp_step, fsdp_step, parse_topology, predict
 from symcomm.simulate import machine as machines
 from symcomm.simulate.calibrate import CALL, CASES, calibrate, fit, fit_link, fitted_sizes
@@ -29,7 +30,7 @@ from symcomm.simulate.rounds import (
     tree,
 )
 from symcomm.simulate.topology import resized
-from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, parse_bytes, parse_seconds
+from symcomm.simulate.units import format_time, parse_bandwidth, parse_bytes, parse_seconds
 
 pytestmark = [pytest.mark.without_torch, pytest.mark.long]
 

@@ -1,7 +1,7 @@
-"""Measures whether ranks that read each other's ordinary tensors by system call (cross-memory attach) are faster here
-than ranks that copy through shared memory, and from which size on. Groups use the answer from then on.
+"""``symcomm bench attach``: from which size on is reading a peer's ordinary tensor by system call (cross-memory attach)
+faster than copying through shared memory? Later groups use the answer.
 
-Two groups of the same ranks take turns, one that always attaches and one that never does.
+Two groups of the same ranks take turns: one always attaches, the other never does.
 """
 
 from __future__ import annotations
@@ -10,35 +10,37 @@ import operator
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Workload, has_core_each, pick
+from symcomm.bench.frame import Asked, Workload, has_core_each, pick
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Tick, quiet
+from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.collectives.limits import NO_BYTES, Limits
 from symcomm.group import calibration
+from symcomm.memory.limits import format_bytes
+from symcomm.preflight import check_cache_directory
 
 CALLS = ("all_to_all", "all_gather", "scatter")
 SIZES = tuple(16 << 10 << k for k in range(8))  # of a piece: 16 KiB to 2 MiB
-GAIN = 1.05  # in the mean; less is not worth another way
-LOSS = 0.9  # at the largest size, beyond which nothing is measured
+GAIN = 1.05  # on average; less is not worth another path
+LOSS = 0.9  # at the largest size that is measured
 FEWEST = Limits.attach_ranks
 MOST = 16  # ranks, unless the caller says how many
-MOST_RANKS = 128  # whose tensors have 64 GiB together
-DEADLINE = 120.0  # seconds that one size may take, where every rank has a core
+MOST_RANKS = 128  # their tensors have 64 GiB together
+DEADLINE = 120.0  # seconds for one size, if every rank has a core
 
 
 @dataclass(frozen=True)
 class AttachWorkload(Workload):
-    ranks: int = FEWEST
+    ranks: int = field(default_factory=lambda: usual_ranks())
     rounds: int = 9
     seconds: float = 0.01  # of one turn, at least
+    kept: bool = True  # for groups to come
 
     @property
     def cores(self) -> int:
@@ -65,7 +67,15 @@ def usual_ranks() -> int:
     return min(max(FEWEST, len(os.sched_getaffinity(0))), MOST)
 
 
-QUICK: dict[str, Any] = {"rounds": 5, "seconds": 0.003}
+QUICK: dict[str, Any] = {"rounds": 5, "seconds": 0.003, "kept": False}
+
+
+def ask(asked: Asked) -> AttachWorkload:
+    workload = asked.workload(AttachWorkload, QUICK, FEWEST)
+    if workload.ranks > MOST_RANKS:
+        raise errors.bad_argument("symcomm bench", "--ranks", workload.ranks, f"{MOST_RANKS} at most for attach")
+    check_cache_directory("symcomm bench attach")
+    return workload
 
 
 @dataclass(frozen=True)
@@ -86,8 +96,8 @@ class AttachMeasurement:
 
 
 def measure(group: Any, call: str, piece: int, workload: AttachWorkload) -> tuple[float, float] | None:
-    """Seconds of a call that copies and of one that attaches; None where ranks copy whatever was measured, since the
-    cache does not hold it."""
+    """Seconds of a call that copies and of one that attaches; None for tensors larger than the cache, which ranks
+    always copy."""
     from symcomm.group.factory import make_group
 
     if workload.pinned:
@@ -97,13 +107,13 @@ def measure(group: Any, call: str, piece: int, workload: AttachWorkload) -> tupl
         limits = replace(group.plan_limits, attach_bytes=least, attach_gather_bytes=least, attach_scatter_bytes=least)
         groups.append(make_group(group.rank, group.size, group.all_gather_bytes, limits=limits))
     calls = [_call_on(own, call, piece) for own in groups]
-    groups[1].barrier()  # a peer that is not there yet cannot be read
+    groups[1].barrier()  # a peer must have arrived before we read it
     _call_on(groups[1], "scatter", SIZES[0])()
     _need_attached(groups[1])
     calls[1]()
     if not _has_attached(groups[1]):
         return None
-    counts = [_agreed(group, _count(call_once, workload.seconds)) for call_once in calls]
+    counts = [group.all_gather_object(_count(call_once, workload.seconds))[0] for call_once in calls]
     times: list[list[float]] = [[], []]
     for _ in range(workload.rounds):
         for side in (0, 1):
@@ -123,7 +133,7 @@ def _call_on(group: Any, call: str, piece: int) -> Callable[[], Any]:
 
 
 def _need_attached(group: Any) -> None:
-    """Where the kernel refuses, the group copies; there would be nothing to compare."""
+    """If the kernel refuses, the group copies, and there is nothing to compare."""
     if not _has_attached(group):
         raise errors.ResourceError(
             "symcomm bench attach: this kernel lets no rank read another's memory; leave it, ranks copy then, or allow "
@@ -132,7 +142,6 @@ def _need_attached(group: Any) -> None:
 
 
 def _has_attached(group: Any) -> bool:
-    """In the last call."""
     from symcomm.observe.recorder.records import operations_of
 
     recorded = operations_of(group)[group.rank]
@@ -149,12 +158,8 @@ def _count(call_once: Callable[[], Any], seconds: float) -> int:
     return max(1, round(seconds * 3 / max(time.perf_counter() - begun, 1e-7)))
 
 
-def _agreed(group: Any, count: int) -> int:
-    return int(group.all_gather_bytes(b"%d" % count)[0])
-
-
 def _time(group: Any, call_once: Callable[[], Any], count: int) -> float:
-    """From the moment when all are there until all have done it."""
+    """Seconds of a call, from one barrier to the next."""
     group.barrier()
     begun = time.perf_counter()
     for _ in range(count):
@@ -166,25 +171,22 @@ def _time(group: Any, call_once: Callable[[], Any], count: int) -> float:
 # --- for people ----------------------------------------------------------------------------------------------------
 
 
-def run_attach_bench(
-    workload: AttachWorkload, seen: Callable[[AttachMeasurement], None] = quiet, tick: Tick = quiet
-) -> list[AttachMeasurement]:
-    """Measure every size; ``seen`` gets each row when it is complete."""
+def run_attach_bench(workload: AttachWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[AttachMeasurement]:
     from symcomm.group.spawn import spawn
 
-    rows = []
+    rows: list[AttachMeasurement] = []
     for call in CALLS:
         for piece in SIZES:
             found = spawn(measure, workload.ranks, (call, piece, workload), deadline=workload.deadline)[0]
             if found is not None:
                 rows.append(AttachMeasurement(call, piece, *(seconds * 1e6 for seconds in found)))
-                seen(rows[-1])
-            tick(f"{call} {bench_table.short_size(piece)}")
+                seen(rows)
+            tick(f"{call} {format_bytes(piece)}")
     return rows
 
 
 def thresholds(rows: Sequence[AttachMeasurement]) -> calibration.Sizes:
-    """From which size on attaching gains on the whole, in each call; NO_BYTES where it does not."""
+    """For each call the size from which on attaching pays on the whole; NO_BYTES if it never does."""
     least = []
     for call in CALLS:
         largest_first = sorted((row for row in rows if row.call == call), key=lambda row: -row.piece)
@@ -195,26 +197,25 @@ def thresholds(rows: Sequence[AttachMeasurement]) -> calibration.Sizes:
     return least[0], least[1], least[2]
 
 
-def keep(rows: Sequence[AttachMeasurement], workload: AttachWorkload) -> Path:
-    """For groups to come."""
-    return calibration.save(workload.where, thresholds(rows))
-
-
-def head(workload: AttachWorkload) -> list[str]:
-    return ["collective", "piece", "copied, us", "attached, us", "gain"]
+def keep(rows: Sequence[AttachMeasurement], workload: AttachWorkload) -> str:
+    """Write the sizes down for later groups, and say where."""
+    if not workload.kept:
+        return "not kept: --quick is too rough"
+    return f"kept in {calibration.save(workload.where, thresholds(rows))}"
 
 
 def cells(row: AttachMeasurement) -> list[str]:
-    return [row.call, bench_table.short_size(row.piece), f"{row.copied:.0f}", f"{row.attached:.0f}", f"{row.gain:.2f}x"]
+    return [row.call, format_bytes(row.piece), f"{row.copied:.0f}", f"{row.attached:.0f}", f"{row.gain:.2f}x"]
 
 
-def title(workload: AttachWorkload) -> str:
-    return f"copied through shared memory or read out of peers' memory, {workload.ranks} ranks"
+def as_table(rows: Sequence[AttachMeasurement], workload: AttachWorkload, best: bool = False) -> bench_table.Table:
+    title = f"copied through shared memory or read out of peers' memory, {workload.ranks} ranks"
+    return title, ["collective", "piece", "copied, us", "attached, us", "gain"], [cells(row) for row in rows]
 
 
 def note(rows: Sequence[AttachMeasurement], workload: AttachWorkload) -> str:
     def words(call: str, least: int) -> str:
-        when = "never attaches" if least == NO_BYTES else f"attaches from {bench_table.short_size(least)} on"
+        when = "never attaches" if least == NO_BYTES else f"attaches from {format_bytes(least)} on"
         return f"{call} {when}"
 
     chosen = "; ".join(map(words, CALLS, thresholds(rows)))
@@ -224,7 +225,7 @@ def note(rows: Sequence[AttachMeasurement], workload: AttachWorkload) -> str:
 def picture(rows: Sequence[AttachMeasurement], workload: AttachWorkload, best: bool = False) -> list[Panel]:
     bars = {
         call: [
-            (bench_table.short_size(row.piece), name, getattr(row, name))
+            (format_bytes(row.piece), name, getattr(row, name))
             for row in rows if row.call == call
             for name in ("copied", "attached")
         ] for call in CALLS
@@ -233,5 +234,4 @@ def picture(rows: Sequence[AttachMeasurement], workload: AttachWorkload, best: b
 
 
 def to_json(rows: Sequence[AttachMeasurement], workload: AttachWorkload) -> dict[str, Any]:
-    """Everything measured: microseconds of one call."""
     return workload.to_json([asdict(row) for row in rows])

@@ -1,8 +1,7 @@
 """``symcomm bench compile``: what collectives cost in graphs that ``torch.compile`` has made.
 
 Four sides run the same graphs: without the collectives (the floor), on Gloo, on the symcomm backend with torch's own
-lowering (every collective is an eager call and a wait), and with ours. What a step takes above the floor is its
-communication.
+lowering (every collective is an eager call and a wait), and with ours.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from symcomm import errors
 from symcomm.bench import frame
 from symcomm.bench import table as bench_table
 from symcomm.bench.compile_worker import GRAPHS
@@ -38,16 +38,24 @@ class CompileWorkload(frame.TurnsWorkload):
         return len(self.graphs) * len(SIDES) * self.rounds
 
 
+QUICK = {"rounds": 4, "steps": 10}
+
+
+def ask(asked: frame.Asked) -> CompileWorkload:
+    workload = asked.workload(CompileWorkload, QUICK)
+    if workload.ranks not in (2, 4, 8):
+        allowed = "2, 4 or 8 for compile, which divides 8 heads"
+        raise errors.bad_argument("symcomm bench", "--ranks", workload.ranks, allowed)
+    return workload
+
+
 @dataclass
 class CompileMeasurement(frame.StepMeasurement):
-    """One graph on one side."""
-
     nbytes: int = 0
     calls: int = 0
 
 
 def run_compile_bench(workload: CompileWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[CompileMeasurement]:
-    """Measure every graph on every side."""
     found: list[CompileMeasurement] = []
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
         for graph in workload.graphs:
@@ -59,7 +67,7 @@ def run_compile_bench(workload: CompileWorkload, tick: Tick = quiet, seen: Seen 
 
 
 def _prepare(side: Any, name: str, graph: str, workload: CompileWorkload) -> CompileMeasurement:
-    """Compile on one side; refuse to time what does not give the right values."""
+    """Compile on one side; refuse to time wrong values."""
     what = f"compiling {graph}"
     prepared = side.ask(what, {"do": "prepare", "graph": graph, "scale": workload.scale}, COMPILE_SECONDS)
     error = 0.0
@@ -84,12 +92,11 @@ def picture(found: Sequence[CompileMeasurement], workload: CompileWorkload, best
     return frame.picture(found, SIDES, "us", best)
 
 
-def note(found: Sequence[CompileMeasurement]) -> str:
+def note(found: Sequence[CompileMeasurement], workload: CompileWorkload) -> str:
     return f"results are at most {max(f.error for f in found):.1g} of their size from those of one process"
 
 
 def to_json(found: Sequence[CompileMeasurement], workload: CompileWorkload) -> dict[str, Any]:
-    """Everything measured, in microseconds."""
     rows = [
         {"graph": f.program, "bytes": f.nbytes, "collectives": f.calls, **frame.as_json(f, found, "us")} for f in found
     ]

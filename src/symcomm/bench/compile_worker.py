@@ -96,7 +96,7 @@ def _draw(seed: int, *shape: int) -> Any:
 
 
 @dataclass
-class Side:
+class CompileSide:
     rank: int
     world: int
     reduce: Reduce
@@ -104,13 +104,13 @@ class Side:
     ours: bool = True  # whether graphs are lowered our way
 
 
-def make_side(args: SimpleNamespace) -> Side:
+def make_side(args: SimpleNamespace) -> CompileSide:
     import torch
 
     rank, world = args.rank, args.world
     torch.set_num_threads(1)
     if args.name == "alone":
-        return Side(rank, world, lambda tensor, _: tensor, lambda: None)
+        return CompileSide(rank, world, lambda tensor, _: tensor, lambda: None)
     import torch.distributed._functional_collectives as functional
 
     dist = join("gloo" if args.name == "gloo" else "symcomm", args)
@@ -120,13 +120,13 @@ def make_side(args: SimpleNamespace) -> Side:
             return functional.all_reduce(tensor / world, "sum", "0")
         return functional.all_reduce(tensor, op, "0")
 
-    return Side(rank, world, reduce, dist.barrier, args.name != "eager")
+    return CompileSide(rank, world, reduce, dist.barrier, args.name != "eager")
 
 
-class Run:
+class CompiledRun:
     """One graph on one rank of one side."""
 
-    def __init__(self, side: Side, graph: str, scale: int):
+    def __init__(self, side: CompileSide, graph: str, scale: int):
         import torch
 
         from symcomm import compile as symcompile
@@ -154,7 +154,7 @@ class Run:
             return self.function(*self.arguments)
 
     def apart(self) -> float:
-        """Against the same function in a world of one."""
+        """Relative difference from the same function in a world of one."""
         import torch
 
         arguments, function = GRAPHS[self.graph](0, 1, self.scale)
@@ -166,12 +166,12 @@ class Run:
         return worst
 
 
-class Orders:
+class CompileOrders:
     def __init__(self, args: SimpleNamespace):
         self.side, self.rank = make_side(args), args.rank
 
     def prepare(self, graph: str, scale: int) -> dict[str, int]:
-        self.run = Run(self.side, graph, scale)
+        self.run = CompiledRun(self.side, graph, scale)
         return {"bytes": sum(self.run.moved), "calls": len(self.run.moved)}
 
     def check(self) -> dict[str, float]:
@@ -182,4 +182,4 @@ class Orders:
 
 
 if __name__ == "__main__":
-    serve(Orders)
+    serve(CompileOrders)

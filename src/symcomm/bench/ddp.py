@@ -1,8 +1,8 @@
 """``symcomm bench ddp``: what data parallel training costs beyond each rank's own work.
 
 Four sides train the same model from the same parameters on the same batches: every rank alone (the floor), torch's
-DistributedDataParallel on Gloo, the same on the symcomm backend, and Symcomm's own. What a step takes above the floor
-is its communication. Every model has fresh processes, so that its memory is its own.
+DistributedDataParallel on Gloo, the same on the symcomm backend, and Symcomm's own. Every model has fresh processes, so
+that its memory is its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from symcomm.bench import frame
 from symcomm.bench import table as bench_table
 from symcomm.bench.ddp_worker import MODELS
+from symcomm.bench.frame import Asked
 from symcomm.bench.pictures import Panel
 from symcomm.bench.run import Seen, Side, Tick, open_sides, quiet
 
@@ -40,17 +41,23 @@ class DdpWorkload(frame.TurnsWorkload):
         return len(self.models) * len(SIDES) * self.rounds
 
 
+QUICK = {"rounds": 4, "steps": 2}
+
+
+def ask(asked: Asked) -> DdpWorkload:
+    return asked.workload(DdpWorkload, QUICK)
+
+
 @dataclass
 class DdpMeasurement(frame.StepMeasurement):
-    """One model on one side. Its error is that of its gradients and losses."""
+    """One model on one side. ``error`` is that of gradients and losses."""
 
     parameters: int = 0
-    peak: int = 0  # bytes above what the process had before the model, of the rank that needs most
-    share: int = 0  # bytes above, at the end: what ranks have in common is divided among them
+    peak: int = 0  # bytes more than before the model, on the rank that needs most
+    share: int = 0  # the same at the end, where memory that ranks share is divided among them
 
 
 def run_ddp_bench(workload: DdpWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[DdpMeasurement]:
-    """Measure every model on every side."""
     found: list[DdpMeasurement] = []
     for model in workload.models:
         found += _measure(workload, model, tick)
@@ -74,7 +81,7 @@ def _measure(workload: DdpWorkload, model: str, tick: Tick) -> list[DdpMeasureme
 
 
 def _check(sides: dict[str, Side], model: str, workload: DdpWorkload, what: str) -> list[DdpMeasurement]:
-    """Train a little on every side; refuse to time one that does not learn what the others do."""
+    """Train a few steps on every side; refuse to time one that learns something else than the others."""
     found, reference = [], None
     for name, side in sides.items():
         prepared = side.ask(what, {"do": "prepare", "model": model, "scale": workload.scale})
@@ -98,7 +105,7 @@ def disagreement(reference: list[dict[str, Any]], answers: list[dict[str, Any]])
         pairs = [(r, g, abs(r)) for r, g in zip(right["losses"], got["losses"], strict=True)]
         largest = max(gradient["size"] for gradient in right["gradients"])
         for r, g in zip(right["gradients"], got["gradients"], strict=True):
-            size = max(r["size"], 1e-6 * largest)  # a gradient that is only rounding has no size of its own
+            size = max(r["size"], 1e-6 * largest)  # a gradient of nothing but rounding has no size
             pairs += [(a, b, size) for a, b in zip(r["some"], g["some"], strict=True)]
         differences = [abs(a - b) / size if size else abs(a - b) for a, b, size in pairs]
         worst = max([worst, *(d if d == d else float("inf") for d in differences)])
@@ -124,12 +131,11 @@ def picture(found: Sequence[DdpMeasurement], workload: DdpWorkload, best: bool =
     return frame.picture(found, SIDES, "ms", best)
 
 
-def note(found: Sequence[DdpMeasurement]) -> str:
+def note(found: Sequence[DdpMeasurement], workload: DdpWorkload) -> str:
     return f"gradients are at most {max(f.error for f in found):.1g} of their size from those of one process"
 
 
 def to_json(found: Sequence[DdpMeasurement], workload: DdpWorkload) -> dict[str, Any]:
-    """Everything measured: milliseconds, mebibytes."""
     rows = [
         {
             "model": f.program, "parameters": f.parameters, "peak_mib": f.peak / 2**20, "pss_mib": f.share / 2**20,

@@ -27,9 +27,9 @@ from symcomm.bench.model import SYMBOLS, decoder
 from symcomm.bench.torch_worker import data_parallel, join, time_steps
 from symcomm.bench.worker import serve
 
-BATCHES = 4  # prepared ones, used in turns
+BATCHES = 4  # prepared batches, used in turns
 CONTEXT = 64  # characters the transformer sees at once
-SAMPLES = 16  # elements of each gradient that are compared
+SAMPLES = 16  # compared elements of each gradient
 
 
 # --- models: name -> (module, inputs of a batch, what is wanted, loss), from a scale that divides their width ---------
@@ -69,7 +69,7 @@ def conv(scale: int) -> tuple[Any, Callable[..., Any], Callable[..., Any], Calla
     channels = [3, *(width // scale for width in (32, 64, 128))]
     layers: list[Any] = []
     for before, after in itertools.pairwise(channels):
-        convolve = nn.Conv2d(before, after, 3, padding=1, bias=False)  # batch norm would take a bias away again
+        convolve = nn.Conv2d(before, after, 3, padding=1, bias=False)  # batch norm would remove a bias
         layers += [convolve, nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Flatten(), nn.Linear(channels[-1] * 16, 256 // scale), nn.ReLU(), nn.Linear(256 // scale, 10)]
 
@@ -89,7 +89,7 @@ MODELS = {"linear": linear, "transformer": transformer, "conv": conv}
 
 
 @dataclass
-class Side:
+class DdpSide:
     rank: int
     world: int
     communicates: bool
@@ -97,23 +97,23 @@ class Side:
     barrier: Callable[[], Any]
 
 
-def make_side(args: SimpleNamespace) -> Side:
+def make_side(args: SimpleNamespace) -> DdpSide:
     import torch
 
     torch.set_num_threads(1)
     if args.name == "alone":
-        return Side(args.rank, args.world, False, lambda module: module, lambda: None)
+        return DdpSide(args.rank, args.world, False, lambda module: module, lambda: None)
     dist = join("gloo" if args.name == "gloo" else "symcomm", args)
-    return Side(args.rank, args.world, True, functools.partial(data_parallel, args.name == "ours"), dist.barrier)
+    return DdpSide(args.rank, args.world, True, functools.partial(data_parallel, args.name == "ours"), dist.barrier)
 
 
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-class Training:
+class DdpTraining:
     """One model on one rank of one side. All sides begin with the same parameters and see the same batches."""
 
-    def __init__(self, side: Side, model: str, scale: int):
+    def __init__(self, side: DdpSide, model: str, scale: int):
         import torch
 
         warm_up(model)
@@ -137,7 +137,7 @@ class Training:
         return make_inputs(draw), make_wanted(draw)
 
     def backward(self, rank: int, share: float = 1.0) -> float:
-        """Gradients of ``share`` times the loss of that rank's next batch are added to what is there."""
+        """Add the gradients of ``share`` times the loss of that rank's next batch."""
         inputs, wanted = self.batches[rank][self.steps % BATCHES]
         loss = self.loss(self.model(inputs), wanted)
         (loss * share if share != 1.0 else loss).backward()
@@ -151,7 +151,7 @@ class Training:
         return loss
 
     def reference_step(self) -> float:
-        """What data parallel training has to amount to: one process that sees the batches of all ranks."""
+        """The step to compare with: one process that sees the batches of all ranks."""
         self.optimizer.zero_grad()
         losses = [self.backward(rank, 1 / self.side.world) for rank in range(self.side.world)]
         self.optimizer.step()
@@ -159,7 +159,7 @@ class Training:
         return losses[self.side.rank]
 
     def check(self, steps: int) -> dict[str, Any]:
-        """Train some steps and tell where they led."""
+        """Train some steps; tell losses, gradients and parameters."""
         step = self.step if self.side.communicates else self.reference_step
         losses = [step() for _ in range(steps)]
         crc = 0
@@ -168,12 +168,12 @@ class Training:
         return {"losses": losses, "gradients": [describe(p.grad) for p in self.parameters], "parameters": crc}
 
     def memory(self) -> dict[str, int]:
-        """What the model and its training need, above what the process had before."""
+        """What the model and its training need, beyond what the process had before."""
         return {"peak": memory("VmHWM:") - self.before, "share": memory("Pss:") - self.share_before}
 
 
 def warm_up(model: str) -> None:
-    """One step of a tiny model, so that torch's own code is in memory before the model's memory is counted."""
+    """One step of a tiny model, so that torch's own code is loaded before we count the model's memory."""
     import torch
 
     module, make_inputs, make_wanted, loss = MODELS[model](16)
@@ -183,7 +183,7 @@ def warm_up(model: str) -> None:
 
 
 def describe(gradient: Any) -> dict[str, Any]:
-    """Some of its elements, and their usual size."""
+    """Some of a gradient's elements, and their usual size."""
     flat = gradient.detach().flatten()
     some = flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES]
     return {"some": some.tolist(), "size": float(flat.norm()) / math.sqrt(len(flat))}
@@ -193,28 +193,31 @@ def describe(gradient: Any) -> dict[str, Any]:
 
 
 def memory(field: str) -> int:
-    """A figure that the kernel has about this process, in bytes."""
+    """A figure that the kernel keeps about this process, in bytes."""
     with open(f"/proc/self/{'smaps_rollup' if field == 'Pss:' else 'status'}") as figures:
         line = next(line for line in figures if line.startswith(field))
     return int(line.split()[1]) << 10
 
 
 def reset_peak() -> int:
-    """Let the kernel's high-water mark start anew; returns what the process has now."""
+    """Restart the kernel's high-water mark; returns what the process has now."""
     gc.collect()
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # else: the process's whole life
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/clear_refs", "w") as file,
+    ):  # then the peak covers the whole life of the process
         file.write("5")
     return memory("VmRSS:")
 
 
-class Orders:
-    """Ranks are never pinned: training jobs are not."""
+class DdpOrders:
+    """Ranks are not pinned: training jobs are not either."""
 
     def __init__(self, args: SimpleNamespace):
         self.side, self.rank = make_side(args), args.rank
 
     def prepare(self, model: str, scale: int) -> dict[str, int]:
-        self.training = Training(self.side, model, scale)
+        self.training = DdpTraining(self.side, model, scale)
         return {"parameters": sum(p.numel() for p in self.training.parameters)}
 
     def check(self, steps: int) -> dict[str, Any]:
@@ -228,4 +231,4 @@ class Orders:
 
 
 if __name__ == "__main__":
-    serve(Orders)
+    serve(DdpOrders)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from symcomm.bench.run import Case, Effort
 
-# What a case takes on machines of today, within a factor of three or so; the first cases that are measured correct it.
+# The cost of a case on today's machines, within a factor of three or so; the first measured cases correct it.
 SECONDS_TO_START = 4.0  # all ranks
 SECONDS_A_CASE = 0.03  # orders to ranks and their answers, calibration
-BYTES_PER_SECOND = 1e9  # of one rank that calls, or fills and checks tensors, while others do
-CALLS, PASSES = 12, 20  # that are made at least; through tensors, to fill and check them
+BYTES_PER_SECOND = 1e9  # of one rank while all call, or fill and check tensors
+CALLS, PASSES = 12, 20  # calls that are made at least; passes over tensors to fill and check them
 
 
-class Estimate:
+class TimeLeft:
     """The seconds that are left for ``cases``, which are done in this order on so many ``series``.
 
     A case takes as long as the last of its size did; where there was none, as long as guessed, times what guesses have

@@ -1,8 +1,10 @@
-"""What all benchmarks share: what is to be measured, what was found, turns, and how results are written down.
+"""What all benchmarks share: workloads, measurements, turns, and how results are written down.
 
-A *workload* says what to measure, a *measurement* is what was found of one thing on one side. Sides take turns, back
-and forth. ``bench ddp`` and ``bench compile`` also share what is below: programs whose steps are timed. One of their
-sides, "alone", does not communicate: what a step takes above that floor is its communication.
+A *workload* says what to measure; a *measurement* is what one side did. Sides take turns, back and forth. The module of
+a benchmark has ``ask`` (the workload that the command line asks for), ``run_NAME_bench(workload, tick, seen)``,
+``as_table``, ``note``, ``picture`` and ``to_json``; cli/bench.py calls them. ``bench ddp`` and ``bench compile`` also
+share the second half of this file: programs whose steps are timed. One of their sides, "alone", does not communicate:
+what a step takes above that floor is communication.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from symcomm import errors
@@ -18,17 +20,57 @@ from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Side, Tick
 from symcomm.bench.table import machine, times
 
+CALL = "symcomm bench"
 UNITS = {"ms": ("milliseconds", 1e3), "us": ("microseconds", 1e6)}
 T = TypeVar("T")
+W = TypeVar("W", bound="Workload")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of ``symcomm bench``, of which each benchmark uses some."""
+
+    what: str
+    ranks: int | None = None
+    rounds: int | None = None
+    iters: int = 0
+    quick: bool = False
+    pin: bool = True
+    against: str = ""
+    collectives: str = "all_reduce"
+    neighbours: str = ""
+    python: str = ""
+    shape: Mapping[str, int] = field(default_factory=dict)  # of bench llm's model
+
+    def workload(self, kind: type[W], quick: Mapping[str, Any], least: int = 2, **more: Any) -> W:
+        """A workload of that kind: its defaults, what ``--quick`` changes, and the options that it has."""
+        check_numbers(self.what, least if self.ranks is None else self.ranks, least, self.rounds, iters=self.iters)
+        given = {"ranks": self.ranks, "rounds": self.rounds, "steps": self.iters or None, "pin": self.pin}
+        own = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # all are dataclasses
+        options = {name: value for name, value in given.items() if name in own and value is not None}
+        return kind(**{**(quick if self.quick else {}), **options, **more})
+
+
+def check_numbers(what: str, ranks: int, least: int, rounds: int | None, **others: int) -> None:
+    if ranks < least:
+        raise errors.bad_argument(CALL, "--ranks", ranks, f"{least} or more for {what}")
+    for option, value in others.items():
+        if value < 0:
+            raise errors.bad_argument(CALL, f"--{option}", value, "0 or more")
+    if rounds is not None and rounds < 1:
+        raise errors.bad_argument(CALL, "--rounds", rounds, "1 or more")
 
 
 class Workload:
-    """What to measure. Subclasses are frozen dataclasses: their fields are the plan that is written down."""
+    """What to measure. Subclasses are frozen dataclasses, and their fields are written into the JSON file."""
 
     @property
     def pinned(self) -> bool:
         """Whether each rank keeps to a core."""
         return False
+
+    def how(self, best: bool) -> str:
+        return ""
 
     def to_json(self, rows: Sequence[Any], **more: Any) -> dict[str, Any]:
         plan: Any = self
@@ -40,16 +82,18 @@ class TurnsWorkload(Workload):
     """``rounds`` turns of every side, each of ``steps``."""
 
     ranks: int = 2
-    rounds: int = 10  # many and short: others' load comes and goes
+    rounds: int = 10  # many and short, since other programs' load comes and goes
     steps: int = 20
+
+    def how(self, best: bool) -> str:
+        return "fastest turn" if best else f"median of {self.rounds} turns of {self.steps} steps"
 
 
 @dataclass
 class Measurement:
-    """What was found of one thing on one side: seconds, once for every turn."""
+    """What one side did with one thing: lists of seconds, one for each turn."""
 
     def seconds_of(self, name: str, best: bool = False) -> float:
-        """Of the turns in that attribute."""
         return pick(getattr(self, name), best)
 
     def seconds(self, best: bool = False) -> Any:
@@ -57,7 +101,7 @@ class Measurement:
 
 
 def pick(turns: Sequence[float], best: bool) -> float:
-    """What to show of them: the median, or the fastest."""
+    """The figure to show: the median, or the fastest."""
     return min(turns) if best else statistics.median(turns)
 
 
@@ -66,7 +110,7 @@ def has_core_each(ranks: int) -> bool:
 
 
 def in_turns(those: Sequence[T], rounds: int) -> Iterator[T]:
-    """Every one of ``those``, in every round; back and forth, so that a load that grows hits all alike."""
+    """All of ``those`` in every round, back and forth, so that a growing load hits all alike."""
     for number in range(rounds):
         yield from those[:: -1 if number % 2 else 1]
 
@@ -81,11 +125,11 @@ def slowest(answers: Sequence[dict[str, Any]], name: str) -> float:
 
 @dataclass
 class StepMeasurement(Measurement):
-    """One program on one side. ``turns`` are seconds of a step: the slowest rank's median, once for every turn."""
+    """One program on one side. ``turns``: seconds of a step, the slowest rank's median in each turn."""
 
     program: str
     side: str
-    error: float  # how far its values are from those of one process, in units of their size
+    error: float  # relative difference from the values of one process
     turns: list[float] = field(default_factory=list)
 
 
@@ -93,7 +137,6 @@ def time_steps(
     sides: Mapping[str, Side], found: Sequence[StepMeasurement], workload: TurnsWorkload, what: str,
     names: Mapping[str, str], tick: Tick,
 ) -> None:  # fmt: skip
-    """Fill in the turns of ``found``."""
     for figures in in_turns(found, workload.rounds):
         answers = sides[figures.side].ask(what, {"do": "time", "steps": workload.steps})
         figures.turns.append(slowest(answers, "seconds"))
@@ -101,8 +144,7 @@ def time_steps(
 
 
 def need_right(error: float, most: float, what: str, whose: str = "their") -> None:
-    """Refuse to time what is not right."""
-    if not error <= most:  # not: NaN is refused too
+    if not error <= most:  # "not <=" refuses NaN too
         raise errors.SymcommError(
             f"symcomm bench: {what.format(f'{error:.2g}')} of {whose} size apart, at most {most:g} is rounding); "
             "nothing was timed."
@@ -125,7 +167,7 @@ def communication(found: Sequence[StepMeasurement], best: bool) -> dict[tuple[st
 def step_cells(
     found: Sequence[StepMeasurement], best: bool, others: Sequence[str], word: Callable[[float], str], share: bool
 ) -> Iterator[list[str]]:
-    """For each: what a step takes, what of it is communication, its share, and how much more that is on others."""
+    """For each measurement: time of a step, its communication, that one's share, and others' communication by it."""
     above = communication(found, best)
     for figures in found:
         seconds, mine = figures.seconds(best), above.get((figures.program, figures.side))
@@ -137,7 +179,6 @@ def step_cells(
 
 
 def picture(found: Sequence[StepMeasurement], names: Mapping[str, str], unit: str, best: bool) -> list[Panel]:
-    """What a step takes, and what of it is communication."""
     words, factor = UNITS[unit]
     steps = ((f.program, names[f.side], f.seconds(best) * factor) for f in found)
     above = ((program, names[side], s * factor) for (program, side), s in communication(found, best).items())
@@ -145,7 +186,6 @@ def picture(found: Sequence[StepMeasurement], names: Mapping[str, str], unit: st
 
 
 def as_json(figures: StepMeasurement, found: Sequence[StepMeasurement], unit: str) -> dict[str, Any]:
-    """What was timed."""
     factor = UNITS[unit][1]
     row = {
         "side": figures.side, "error": figures.error, f"turns_{unit}": [s * factor for s in figures.turns],

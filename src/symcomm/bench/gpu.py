@@ -1,8 +1,8 @@
 """``symcomm bench gpu``: all_reduce of ranks that share a GPU, ours beside Gloo's and torch's symmetric memory.
 
-All sides run in the same processes, in turns, so that they meet the same machine; once where the processes take turns
-on the GPU, and once where they use it at the same time (MPS). Times are per operation: "in a row" without waiting for
-the GPU in between, "one by one" with a wait for it after each.
+All sides run in the same processes, in turns: once while the processes take turns on the GPU, and once while they use
+it at the same time (MPS). Times are per operation: "in a row" does not wait for the GPU in between, "one by one" waits
+after each.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Measurement, Workload
+from symcomm.bench.frame import Asked, Measurement, Workload
 from symcomm.bench.pictures import Curves, Panel
 from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.bench.whereabouts import read_lines, start_ranks, where_are
 from symcomm.cuda.devices import need_cuda
 from symcomm.launcher.mps import multi_process_service
+from symcomm.memory.limits import format_bytes
 
 SIDES = {"ordinary": "ordinary", "symmetric": "symmetric", "gloo": "gloo", "torch": "torch's symmetric memory"}
 TURNS, MPS = "in turns", "MPS"  # how processes share the GPU
 WORKER = "symcomm.bench.gpu_worker"
 QUICK = {"rounds": 2, "sizes": (4 << 10, 1 << 20, 64 << 20)}
 THEIRS = ("gloo", "torch")
-START_S, STEP_S = 120.0, 30.0  # deadlines: of starting, where kernels may have to be compiled, and of one side's turn
+START_S, STEP_S = 120.0, 30.0  # deadlines: to start, which may compile kernels; for a side's turn
 
 
 @dataclass(frozen=True)
 class GpuWorkload(Workload):
-    """What to measure: ``rounds`` turns of every side at every size."""
+    """``rounds`` turns of every side at every size."""
 
     ranks: int = 2
     rounds: int = 5
@@ -49,9 +50,13 @@ class GpuWorkload(Workload):
         return 2 * len(self.sizes) * len(SIDES) * self.rounds
 
 
+def ask(asked: Asked) -> GpuWorkload:
+    return asked.workload(GpuWorkload, QUICK)
+
+
 @dataclass
 class GpuMeasurement(Measurement):
-    """One size on one side. ``row`` and ``single``: seconds of an operation, once for every turn."""
+    """One size on one side. ``row`` and ``single``: seconds of an operation in each turn."""
 
     sharing: str
     nbytes: int
@@ -65,7 +70,7 @@ class GpuMeasurement(Measurement):
 
 
 def run_gpu_bench(workload: GpuWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[GpuMeasurement]:
-    """Measure both ways to share the GPU; without MPS on this machine, only the one that needs none."""
+    """Measure both ways to share the GPU; only the first where this machine has no MPS."""
     need_cuda("symcomm bench gpu")
     found = _measure(workload, TURNS, {}, tick)
     seen(found)
@@ -88,7 +93,7 @@ class _StoodStill(Exception):
 
 
 def _measure(workload: GpuWorkload, sharing: str, environment: Mapping[str, str], tick: Tick) -> list[GpuMeasurement]:
-    """Run the ranks. A side that stands still is named and left out from that size on, unless it is ours."""
+    """Run the ranks. If a side that is not ours stands still, say so and leave it out from that size on."""
     found: dict[tuple[int, str], GpuMeasurement] = {}
     while True:
         try:
@@ -96,10 +101,10 @@ def _measure(workload: GpuWorkload, sharing: str, environment: Mapping[str, str]
             return list(found.values())
         except _StoodStill as still:
             side, nbytes = still.doing["doing"], still.doing["nbytes"]
-        words = f"{SIDES[side]} stood still for {STEP_S:.0f} s with {bench_table.short_size(nbytes)} ({sharing})"
+        words = f"{SIDES[side]} stood still for {STEP_S:.0f} s with {format_bytes(nbytes)} ({sharing})"
         print(f"# {words}; it is not measured from that size on.", file=sys.stderr, flush=True)
         found.pop((nbytes, side), None)
-        for again in [key for key in found if key[0] == nbytes]:  # its rounds begin anew, so that sides take turns
+        for again in [key for key in found if key[0] == nbytes]:  # start its rounds over, so that sides take turns
             del found[again]
         sizes = tuple(size for size in workload.sizes if size >= nbytes)
         workload = replace(workload, sizes=sizes, without=(*workload.without, side))
@@ -109,7 +114,7 @@ def _run(
     workload: GpuWorkload, sharing: str, environment: Mapping[str, str], tick: Tick,
     found: dict[tuple[int, str], GpuMeasurement],
 ) -> None:  # fmt: skip
-    """Of what it is about to do, and of each turn of each side, the first rank writes a line."""
+    """The first rank writes a line before each turn, saying what comes, and one after it."""
     doing: dict[str, Any] = {"doing": "start"}
     with tempfile.TemporaryDirectory() as folder, _ranks(workload, environment, folder) as ranks:
         lines, log = read_lines(ranks[0]), Path(folder) / "log"
@@ -130,14 +135,14 @@ def _run(
             figures = found.setdefault((nbytes, side), GpuMeasurement(sharing, nbytes, side))
             figures.row.append(turn["row"])
             figures.single.append(turn["single"])
-            tick(f"{bench_table.short_size(nbytes)}, {SIDES[side]}")
+            tick(f"{format_bytes(nbytes)}, {SIDES[side]}")
         if ranks[0].wait():
             raise errors.SymcommError(f"symcomm bench gpu: the ranks failed: {log.read_text()[-2000:]}")
 
 
 def _stuck(doing: dict[str, Any], ranks: Sequence[subprocess.Popen[str]], log: Path) -> errors.SymcommError:
-    """Ours stands still: say where each rank is."""
-    size = f" with {bench_table.short_size(doing['nbytes'])}" if "nbytes" in doing else ""
+    """Our own side stands still: say where each rank is."""
+    size = f" with {format_bytes(doing['nbytes'])}" if "nbytes" in doing else ""
     where = where_are({f"rank {number}": rank.pid for number, rank in enumerate(ranks)}, log)
     return errors.DeadlineError(
         f"symcomm bench gpu: {SIDES.get(doing['doing'], doing['doing'])}{size} stood still for "
@@ -147,17 +152,12 @@ def _stuck(doing: dict[str, Any], ranks: Sequence[subprocess.Popen[str]], log: P
 
 @contextlib.contextmanager
 def _ranks(workload: GpuWorkload, env: Mapping[str, str], folder: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts them, and ends them when they are done with."""
-    words, env = (
-        [WORKER, folder, json.dumps(asdict(workload))],
-        {**env, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
-    )
+    words = [WORKER, folder, json.dumps(asdict(workload))]
+    env = {**env, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     ranks: list[subprocess.Popen[str]] = []
     try:
-        start = start_ranks(
-            words, workload.ranks, Path(folder) / "log", env, lambda _, w, **how: subprocess.Popen(w, **how)
-        )
-        ranks.extend(start)
+        log = Path(folder) / "log"
+        ranks.extend(start_ranks(words, workload.ranks, log, env, lambda _, w, **how: subprocess.Popen(w, **how)))
         yield ranks
     finally:
         for rank in ranks:
@@ -180,11 +180,11 @@ def as_table(found: Sequence[GpuMeasurement], workload: GpuWorkload, best: bool 
         for side, ours in (("gloo", "ordinary"), ("torch", "symmetric")):
             pairs = zip(times[side], times[ours], strict=True) if side in times else ()
             cells.append(" / ".join(bench_table.times(theirs / mine) for theirs, mine in pairs) or "-")
-        rows.append([sharing, bench_table.short_size(nbytes), *cells])
+        rows.append([sharing, format_bytes(nbytes), *cells])
     return f"all_reduce, float32 sum, {workload.ranks} ranks on one GPU: in a row / one by one", head, rows
 
 
-def note(found: Sequence[GpuMeasurement]) -> str:
+def note(found: Sequence[GpuMeasurement], workload: GpuWorkload) -> str:
     sides = {figures.side for figures in found}
     return "" if "torch" in sides else "torch's symmetric memory refused ranks that share a GPU"
 
@@ -195,12 +195,11 @@ def picture(found: Sequence[GpuMeasurement], workload: GpuWorkload, best: bool =
         lines: dict[str, list[tuple[float, float]]] = {}
         for f in (f for f in found if f.sharing == sharing):
             lines.setdefault(SIDES[f.side], []).append((f.nbytes, f.seconds(best)[0] * 1e6))
-        panels.append(Curves(f"GPU shared: {sharing}", "size", "microseconds in a row", lines, bench_table.short_size))
+        panels.append(Curves(f"GPU shared: {sharing}", "size", "microseconds in a row", lines, format_bytes))
     return panels
 
 
 def to_json(found: Sequence[GpuMeasurement], workload: GpuWorkload) -> dict[str, Any]:
-    """Everything measured, in microseconds."""
     rows = [
         {
             "sharing": f.sharing, "nbytes": f.nbytes, "side": f.side,

@@ -18,7 +18,7 @@ SINGLE_CALLS = 20
 
 
 def make_sides(count: int, gpu: Any, dist: Any, without: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """Name -> one all_reduce of ``count`` floats."""
+    """Side -> one all_reduce of ``count`` floats."""
     import torch
 
     from symcomm import symm_mem
@@ -45,7 +45,6 @@ def make_sides(count: int, gpu: Any, dist: Any, without: Sequence[str]) -> dict[
 
 
 def check_values(gpu: Any, count: int) -> None:
-    """Refuse to time what is wrong."""
     import torch
 
     values = torch.full((count,), float(gpu.rank + 1), device="cuda")

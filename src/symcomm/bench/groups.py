@@ -1,4 +1,4 @@
-"""``symcomm bench groups``: what it takes to make a group, to keep it and to drop it, beside Gloo.
+"""``symcomm bench groups``: what it costs to make a group, to keep it and to drop it, beside Gloo.
 
 Three sides, each with ranks of its own: ``dist.new_group`` and ``dist.destroy_process_group`` on Gloo and on symcomm,
 and ``group.new_group`` and ``destroy`` of our own API.
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Measurement, TurnsWorkload, in_turns, slowest
+from symcomm.bench.frame import Asked, Measurement, TurnsWorkload, in_turns, slowest
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Tick, open_sides, quiet
+from symcomm.bench.run import Seen, Tick, open_sides, quiet
 
 SIDES = {"gloo": "torch, gloo", "symcomm": "torch, symcomm", "ours": "symcomm"}
 WORKER = "symcomm.bench.groups_worker"
@@ -23,20 +23,27 @@ WORKER = "symcomm.bench.groups_worker"
 class GroupsWorkload(TurnsWorkload):
     """A step is a group."""
 
-    held: int = 50  # groups at a time, for what one takes
+    held: int = 50  # groups alive at once, to measure what one takes
 
     @property
     def turns(self) -> int:
         return len(SIDES) * self.rounds
 
 
+QUICK = {"rounds": 4, "steps": 10}
+
+
+def ask(asked: Asked) -> GroupsWorkload:
+    return asked.workload(GroupsWorkload, QUICK)
+
+
 @dataclass
 class GroupsMeasurement(Measurement):
-    """One side. ``made`` and ``dropped`` are seconds: the slowest rank's median, once for every turn."""
+    """One side. ``made`` and ``dropped``: seconds, the slowest rank's median in each turn."""
 
     side: str
-    idle: float = 0.0  # bytes of a group that is made and not used, of the rank that needs most
-    left: float = 0.0  # bytes that are left of a group after it is gone
+    idle: float = 0.0  # bytes of an unused group, on the rank that needs most
+    left: float = 0.0  # bytes that a destroyed group leaves behind
     made: list[float] = field(default_factory=list)
     dropped: list[float] = field(default_factory=list)
 
@@ -45,8 +52,7 @@ class GroupsMeasurement(Measurement):
         return self.seconds_of("made", best), self.seconds_of("dropped", best)
 
 
-def run_groups_bench(workload: GroupsWorkload, tick: Tick = quiet) -> list[GroupsMeasurement]:
-    """Measure every side."""
+def run_groups_bench(workload: GroupsWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[GroupsMeasurement]:
     found = [GroupsMeasurement(side) for side in SIDES]
     what = "making groups"
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
@@ -76,7 +82,6 @@ def as_table(found: Sequence[GroupsMeasurement], workload: GroupsWorkload, best:
 
 
 def picture(found: Sequence[GroupsMeasurement], workload: GroupsWorkload, best: bool = False) -> list[Panel]:
-    """What making and dropping take."""
     bars = (
         (name, SIDES[figures.side], seconds * 1e3)
         for figures in found
@@ -85,12 +90,11 @@ def picture(found: Sequence[GroupsMeasurement], workload: GroupsWorkload, best: 
     return [Bars.of("a group", "milliseconds", bars)]
 
 
-def note(found: Sequence[GroupsMeasurement]) -> str:
-    return "an idle group's memory, and what is left of it, is that of the rank that needs most"
+def note(found: Sequence[GroupsMeasurement], workload: GroupsWorkload) -> str:
+    return "memory of an idle group, and what it leaves behind: the rank that needs most"
 
 
 def to_json(found: Sequence[GroupsMeasurement], workload: GroupsWorkload) -> dict[str, Any]:
-    """Everything measured: milliseconds, kibibytes."""
     rows = [
         {
             "side": f.side, "make_ms": f.seconds()[0] * 1e3, "drop_ms": f.seconds()[1] * 1e3,

@@ -27,7 +27,7 @@ WARM_UP = 20  # groups that are not counted
 
 
 @dataclass
-class Side:
+class GroupsSide:
     """How this side makes groups of all ranks, and drops them."""
 
     rank: int
@@ -36,7 +36,7 @@ class Side:
     barrier: Callable[[], Any]
 
     def cycle(self) -> tuple[float, float]:
-        """Seconds of a group's making and of its end. Barriers, uncounted, keep ranks from waiting for each other."""
+        """Seconds to make a group and to end it. Barriers, not counted, keep ranks from waiting for each other."""
         self.barrier()
         start = time.perf_counter()
         group = self.make()
@@ -71,7 +71,7 @@ class Side:
 
 
 def own_bytes() -> int:
-    """Memory of this process: private pages, and those of memory files that it made, touched or not."""
+    """Memory of this process: private pages, and the memory files that it made, touched or not."""
     status = Path("/proc/self/status").read_text().splitlines()
     private = next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
     shared = 0
@@ -82,7 +82,7 @@ def own_bytes() -> int:
     return private + shared
 
 
-def make_side(args: SimpleNamespace) -> Side:
+def make_side(args: SimpleNamespace) -> GroupsSide:
     rank, world = args.rank, args.world
     if args.name == "ours":
         import symcomm
@@ -90,7 +90,7 @@ def make_side(args: SimpleNamespace) -> Side:
         group = symcomm.init(
             store=symcomm.FileStore(args.store, world), rank=rank, world_size=world, timeout=GROUP_TIMEOUT
         )
-        return Side(rank, lambda: group.new_group(range(world)), lambda child: child.destroy(), group.barrier)
+        return GroupsSide(rank, lambda: group.new_group(range(world)), lambda child: child.destroy(), group.barrier)
     import torch.distributed as dist
 
     lifetime = timedelta(seconds=GROUP_TIMEOUT)
@@ -101,7 +101,7 @@ def make_side(args: SimpleNamespace) -> Side:
     else:
         place = dist.TCPStore("127.0.0.1", int(address.get("port")), world, is_master=False, timeout=lifetime)
     join(args.name, args, place)
-    return Side(rank, dist.new_group, dist.destroy_process_group, dist.barrier)
+    return GroupsSide(rank, dist.new_group, dist.destroy_process_group, dist.barrier)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""``symcomm bench hosts``: collectives between hosts, ours beside flat Gloo, on a network of a known speed.
+"""``symcomm bench hosts``: collectives between hosts, ours beside flat Gloo, on a network of known speed.
 
-Two hosts that are network namespaces of this machine, each with a link of 1 Gbit/s. Both sides run in the same
-processes and take turns. What either side must move over the busiest link follows from its algorithm, and so does the
-ratio to be expected where the network is what limits; what it did move is read from the network card.
+Two hosts are network namespaces of this machine, each with a link of 1 Gbit/s. Both sides run in the same processes and
+take turns. From each side's algorithm follows what it must move over the busiest link, and so the ratio to expect where
+the network is the limit; the network card tells what it did move.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Measurement, TurnsWorkload
+from symcomm.bench.frame import Asked, Measurement, TurnsWorkload
 from symcomm.bench.namespaces import Network, why_no_namespaces
 from symcomm.bench.pictures import Panel
-from symcomm.bench.run import Seen, Tick, quiet
+from symcomm.bench.run import PLACES, Seen, Tick, quiet
+from symcomm.bench.worker import ONE_SIDED
 from symcomm.hierarchical.topology import fits_eager
+from symcomm.memory.limits import format_bytes
 
 SIDES = {"ours": "symcomm", "gloo": "flat gloo"}
 LINK = "the link alone"
 WORKER = "symcomm.bench.hosts_worker"
-DEADLINE = 900.0  # seconds of silence, in which one size of a collective is measured
+DEADLINE = 900.0  # seconds of silence while one size of a collective is measured
 
 
 @dataclass(frozen=True)
 class HostsWorkload(TurnsWorkload):
-    """At every size. ``ranks``: of each host; a step is a call."""
+    """``ranks``: of each host; a step is a call."""
 
     rounds: int = 5
     steps: int = 3
@@ -42,25 +44,41 @@ class HostsWorkload(TurnsWorkload):
         return cases * len(SIDES) * self.rounds
 
 
+QUICK = {"rounds": 3, "steps": 1}
+MEASURED = tuple(name for name in PLACES if name not in ("p2p", *ONE_SIDED))
+
+
+def ask(asked: Asked) -> HostsWorkload:
+    return asked.workload(HostsWorkload, QUICK, 1, collectives=pick_collectives(asked.collectives))
+
+
+def pick_collectives(text: str) -> tuple[str, ...]:
+    """Names of collectives that we can measure, with commas between them, or ``all``."""
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in (*MEASURED, "all"):
+            raise errors.bad_choice("symcomm bench", "--collectives", name, [*MEASURED, "all"])
+    return MEASURED if names == ("all",) else names
+
+
 @dataclass
 class HostsMeasurement(Measurement):
-    """One collective of one size on one side. Its values were right: otherwise nothing is measured."""
+    """One collective of one size on one side."""
 
     collective: str
     nbytes: int
     side: str
     sent: float  # bytes of one call, of the host that sent or received most
-    turns: list[float] = field(default_factory=list)  # seconds of a call: the slowest rank's, once for every turn
+    turns: list[float] = field(default_factory=list)  # seconds of a call, the slowest rank's in each turn
 
 
 def expected_bytes(side: str, collective: str, nbytes: int, hosts: int, ranks: int) -> float | None:
-    """What must leave the host that sends most, or reach the one that receives most; None for a barrier.
+    """Bytes that must leave the host that sends most, or reach the one that receives most; None for a barrier.
 
-    The root is rank 0. Gloo's ways are known from what the network card counts: they know nothing of hosts.
-    """
+    The root is rank 0. Gloo's algorithms ignore hosts; we know them from the network card's counts."""
     if collective == "barrier":
         return None
-    away = (hosts - 1) / hosts  # the part of all pieces that other hosts' ranks have or get
+    away = (hosts - 1) / hosts  # the share of pieces on other hosts
     factors = {"gather": away, "scatter": away, "all_to_all": ranks * away}  # from one rank to the other
     factors |= _gloos_way(hosts, ranks) if side == "gloo" else _our_way(hosts)
     whole = ("all_reduce", "reduce", "broadcast")
@@ -71,8 +89,8 @@ def expected_bytes(side: str, collective: str, nbytes: int, hosts: int, ranks: i
 
 
 def _gloos_way(hosts: int, ranks: int) -> dict[str, float]:
-    """A ring crosses a host's edge with all that one rank sends; reduce_scatter is an all_reduce of which most is
-    thrown away; reduce ends with everybody's part on its way to the root."""
+    """In a ring, all that one rank sends crosses a host's edge; reduce_scatter is an all_reduce that throws most of the
+    result away; at the end of a reduce everybody sends its part to the root."""
     world, away = hosts * ranks, (hosts - 1) / hosts
     ring = (world - 1) / world
     tree = [(low, low + bit) for bit in (1 << k for k in range(world.bit_length())) for low in range(bit)]
@@ -84,7 +102,7 @@ def _gloos_way(hosts: int, ranks: int) -> dict[str, float]:
 
 
 def _our_way(hosts: int) -> dict[str, float]:
-    """Hosts send what they have reduced or gathered."""
+    """Hosts send what their ranks have reduced or gathered."""
     away = (hosts - 1) / hosts
     return {
         "all_reduce": 2 * away, "reduce": 2 * away, "broadcast": 1.0 if hosts > 1 else 0.0, "all_gather": away,
@@ -93,7 +111,6 @@ def _our_way(hosts: int) -> dict[str, float]:
 
 
 def run_hosts_bench(workload: HostsWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[HostsMeasurement]:
-    """Measure both sides at every size."""
     if reason := why_no_namespaces():
         raise errors.ResourceError(f"symcomm bench: hosts needs network namespaces: {reason}.")
     with Network(workload.hosts, workload.mbits) as network:
@@ -108,12 +125,11 @@ def as_table(found: Sequence[HostsMeasurement], workload: HostsWorkload, best: b
     cases: dict[tuple[str, int], dict[str, HostsMeasurement]] = {}
     for figures in found:
         cases.setdefault((figures.collective, figures.nbytes), {})[figures.side] = figures
-    rows = [[*_name(*case), *_cells(sides["ours"], sides["gloo"], workload, best)] for case, sides in cases.items()]
+    rows = [
+        [collective, format_bytes(nbytes) if nbytes else "", *_cells(sides["ours"], sides["gloo"], workload, best)]
+        for (collective, nbytes), sides in cases.items()
+    ]
     return f"{workload.hosts} hosts x {workload.ranks} ranks, {workload.mbits} Mbit/s each", head, rows
-
-
-def _name(collective: str, nbytes: int) -> list[str]:
-    return [collective, bench_table.short_size(nbytes) if nbytes else ""]
 
 
 def _cells(ours: HostsMeasurement, gloo: HostsMeasurement, workload: HostsWorkload, best: bool) -> list[str]:
@@ -131,7 +147,7 @@ def _cells(ours: HostsMeasurement, gloo: HostsMeasurement, workload: HostsWorklo
 
 
 def picture(found: Sequence[HostsMeasurement], workload: HostsWorkload, best: bool = False) -> list[Panel]:
-    """Time over size, and the least time in which the link could carry what we send."""
+    """Time over size, and the link's own time for the bytes that we send."""
     panels = []
     for collective in workload.collectives:
         mine = [figures for figures in found if figures.collective == collective]
@@ -144,12 +160,12 @@ def picture(found: Sequence[HostsMeasurement], workload: HostsWorkload, best: bo
     return panels
 
 
-def note(found: Sequence[HostsMeasurement]) -> str:
+def note(found: Sequence[HostsMeasurement], workload: HostsWorkload) -> str:
     return "all values were right, on all ranks, before anything was timed"
 
 
 def to_json(found: Sequence[HostsMeasurement], workload: HostsWorkload) -> dict[str, Any]:
-    """Everything measured; times in milliseconds. ``expected``: bytes, null where an algorithm does not say."""
+    """``expected``: bytes; null for a barrier."""
     rows = [
         {
             "collective": f.collective, "nbytes": f.nbytes, "side": f.side, "sent": f.sent,

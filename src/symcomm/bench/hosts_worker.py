@@ -19,15 +19,15 @@ from symcomm.bench.torch_worker import read_plan, say
 from symcomm.bench.worker import Bench, GlooSide, SymcommSide
 
 TIMEOUT = 300.0
-SMALL, MORE_STEPS = 256 << 10, 5  # bytes, up to which a turn has so many times the steps: these take a moment
+SMALL, MORE_STEPS = 256 << 10, 5  # up to so many bytes, a turn has so many times the steps
 
 
 class Ranks:
-    """All ranks of the run: what each has found, and what crosses the busiest host's link meanwhile."""
+    """All ranks: what each has found, and what crosses the busiest host's link meanwhile."""
 
     def __init__(self, group: Any):
         self.group, self.idle = group, 0
-        self.idle = min(self.timed(lambda: None, 1)[1] for _ in range(3))  # what this class itself sends
+        self.idle = min(self.timed(lambda: None, 1)[1] for _ in range(3))  # the bytes that this class itself sends
 
     def everybodys(self, value: Any) -> list[Any]:
         return [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(value).encode())]
@@ -39,13 +39,13 @@ class Ranks:
         for _ in range(calls):
             call()
         seconds = max(self.everybodys((time.perf_counter() - begun) / calls))
-        after = carried()  # everybody is done: nothing is on its way any more
+        after = carried()  # everybody is done, so nothing is in flight
         moved = max(max(pair) for pair in self.everybodys([b - a for a, b in zip(before, after, strict=True)]))
         return seconds, max(0, moved - self.idle)
 
 
 def measure(case: Case, workload: dict[str, Any], sides: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
-    """Values first, and one more call, so that all is warm; then the sides take turns."""
+    """Check values, warm up, then let the sides take turns."""
     ready = {name: Bench(side, SimpleNamespace(**asdict(case), kind="ordinary")) for name, side in sides.items()}
     rows: dict[str, dict[str, Any]] = {
         name: {"collective": case.collective, "nbytes": case.nbytes, "side": name, "sent": math.inf, "turns": []}
@@ -62,13 +62,13 @@ def measure(case: Case, workload: dict[str, Any], sides: dict[str, Any], ranks: 
     for name in in_turns(list(sides), workload["rounds"]):
         seconds, moved = ranks.timed(ready[name].call, steps)
         rows[name]["turns"].append(seconds)
-        rows[name]["sent"] = min(rows[name]["sent"], moved / steps)  # less what TCP had to send twice
+        rows[name]["sent"] = min(rows[name]["sent"], moved / steps)  # without what TCP sent twice
         say(f"{case.collective}, {case.nbytes} bytes, {name}")
     return list(rows.values())
 
 
 def _check_barrier(name: str, barrier: Callable[[], Any], ranks: Ranks) -> None:
-    """Nobody leaves before the last has come. The hosts are one machine, which has one clock."""
+    """Nobody leaves before the last has come. The hosts are one machine with one clock."""
     if ranks.group.rank == ranks.group.size - 1:
         time.sleep(0.05)
     came = time.monotonic()

@@ -1,7 +1,7 @@
-"""Measures the reduction kernels of the C core, every element type and operation, beside memcpy.
+"""``symcomm bench kernels``: the C core's reductions, every element type and operation, beside memcpy.
 
-Bytes are counted as they move, every source read once and the result written once; a memcpy reads and writes. The two
-take turns, so that whoever else uses the machine hits both alike. Rows are printed as they are measured.
+Bytes count as they move: every source is read once, the result written once; a memcpy reads and writes. The two take
+turns, so that another program's load hits both.
 """
 
 from __future__ import annotations
@@ -9,29 +9,30 @@ from __future__ import annotations
 import ctypes
 import mmap
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from symcomm._core import native
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Workload
+from symcomm.bench.frame import Asked, Workload
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Tick, quiet
+from symcomm.bench.run import Seen, Tick, quiet
+from symcomm.memory.limits import format_bytes
 from symcomm.types import DType, RedOpType
 
-GOAL = 0.8  # of what memcpy moves, where neither finds its data in a cache
+GOAL = 0.8  # of memcpy's rate, for data in no cache
 GOAL_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-USUAL_CACHES = {1: 32 << 10, 2: 1 << 20, 3: 32 << 20}  # where the kernel does not say
+USUAL_CACHES = {1: 32 << 10, 2: 1 << 20, 3: 32 << 20}  # if the kernel does not say
 LARGEST = 256 << 20
-SHIFT = 4096 + 64  # buffers that all begin at the same place of a page share the cache's ways, and fight for them
+SHIFT = 4096 + 64  # buffers at the same offset of their pages would compete for the same lines of a cache
 COPY = -1
 
 
 def cache_sizes(caches: Path = CACHES) -> dict[int, int]:
-    """Bytes of each level, of data."""
+    """Bytes of each level's data cache."""
     found = dict(USUAL_CACHES)
     for index in caches.glob("index*"):
         level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
@@ -41,7 +42,7 @@ def cache_sizes(caches: Path = CACHES) -> dict[int, int]:
 
 
 def buffer_sizes(sources: int, caches: Path = CACHES) -> dict[str, int]:
-    """Bytes of one buffer, so that all of them together fit the level, half full; or are twice the last one."""
+    """Bytes of one buffer: all buffers together half fill the level, or are twice as large as the last one."""
     levels = cache_sizes(caches)
     fitting = {f"L{level}": 1 << (levels[level] // 2 // (sources + 1)).bit_length() - 1 for level in (1, 2)}
     return {**fitting, "memory": min(LARGEST, 1 << max(levels.values()).bit_length())}
@@ -70,9 +71,14 @@ QUICK: dict[str, Any] = {
 }
 
 
+def ask(asked: Asked) -> KernelsWorkload:
+    sources = 2 if asked.ranks is None else asked.ranks
+    return asked.workload(KernelsWorkload, QUICK, 1, sources=sources, sizes=buffer_sizes(max(1, sources)))
+
+
 @dataclass(frozen=True)
 class KernelsMeasurement:
-    """One type and operation, or (None) memcpy: for each size GB/s, and the share of what memcpy moved meanwhile."""
+    """One type and operation, or memcpy (None): GB/s by size, and the ratio to memcpy in the same turns."""
 
     dtype: DType | None
     op: RedOpType | None
@@ -81,14 +87,14 @@ class KernelsMeasurement:
 
 
 class Buffers:
-    """Memory that is there, ``sources`` + 1 pieces of ``nbytes``, none at another's place in a page."""
+    """``sources`` + 1 buffers of ``nbytes``, all touched, each at another offset in its page."""
 
     def __init__(self, sources: int, nbytes: int):
         self.nbytes = nbytes
         self.maps = [mmap.mmap(-1, nbytes + (sources + 2) * SHIFT) for _ in range(sources + 1)]
         places = [ctypes.addressof(ctypes.c_char.from_buffer(m)) + i * SHIFT for i, m in enumerate(self.maps)]
         for place in places:
-            ctypes.memset(place, 0x40, nbytes)  # a number of every type, and no subnormal, which some CPUs are slow at
+            ctypes.memset(place, 0x40, nbytes)  # a normal number in every type: some CPUs are slow with subnormals
         self.out, *self.sources = places
 
     def time(self, dtype: DType | None, op: int, repeats: int) -> float:
@@ -97,12 +103,12 @@ class Buffers:
         return native.time_reduce(dtype or 0, op, self.out, self.sources, count, repeats) / repeats
 
     def repeats(self, dtype: DType | None, op: int, seconds: float) -> int:
-        """As many calls as take so long."""
+        """How many calls fill that time."""
         return max(1, round(seconds / max(self.time(dtype, op, 1), 1e-9)))
 
 
 def _measure(workload: KernelsWorkload, buffers: Buffers, dtype: DType | None, op: int) -> tuple[float, float]:
-    """(GB/s, share of memcpy's), medians of rounds; memcpy's turn comes right before ours."""
+    """(GB/s, ratio to memcpy), medians of rounds; memcpy's turn comes right before ours."""
     copies, calls = buffers.repeats(None, COPY, workload.seconds), buffers.repeats(dtype, op, workload.seconds)
     moved = buffers.nbytes * (2 if op == COPY else workload.sources + 1) / 1e9
     rates, shares = [], []
@@ -113,12 +119,7 @@ def _measure(workload: KernelsWorkload, buffers: Buffers, dtype: DType | None, o
     return statistics.median(rates), statistics.median(shares)
 
 
-def run_kernels_bench(
-    workload: KernelsWorkload,
-    seen: Callable[[KernelsMeasurement], None] = quiet,
-    tick: Tick = quiet,
-) -> list[KernelsMeasurement]:
-    """Measure every case at every size; ``seen`` gets each row when it is complete."""
+def run_kernels_bench(workload: KernelsWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[KernelsMeasurement]:
     buffers = {name: Buffers(workload.sources, nbytes) for name, nbytes in workload.sizes.items()}
     rows = []
     cases: list[tuple[DType | None, RedOpType | None]] = [(None, None), *workload.cases]
@@ -126,7 +127,7 @@ def run_kernels_bench(
         found = {name: _measure(workload, own, dtype, COPY if op is None else op) for name, own in buffers.items()}
         rates, shares = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
         rows.append(KernelsMeasurement(dtype, op, rates, shares))
-        seen(rows[-1])
+        seen(rows)
         tick(" ".join(cells(rows[-1])[:2]))
     return rows
 
@@ -135,7 +136,7 @@ def run_kernels_bench(
 
 
 def head(workload: KernelsWorkload) -> list[str]:
-    columns = [(f"{name}: {bench_table.short_size(nbytes)}", "of memcpy") for name, nbytes in workload.sizes.items()]
+    columns = [(f"{name}: {format_bytes(nbytes)}", "of memcpy") for name, nbytes in workload.sizes.items()]
     return ["type", "operation", *(word for pair in columns for word in pair)]
 
 
@@ -151,22 +152,19 @@ def cells(row: KernelsMeasurement) -> list[str]:
     return words
 
 
-def title(workload: KernelsWorkload) -> str:
-    return f"GB/s moved by reductions of {workload.sources} sources, kernels: {native.reduce_sets()[1]}"
-
-
 def as_table(rows: Sequence[KernelsMeasurement], workload: KernelsWorkload, best: bool = False) -> bench_table.Table:
-    return title(workload), head(workload), [cells(row) for row in rows]
+    title = f"GB/s moved by reductions of {workload.sources} sources, kernels: {native.reduce_sets()[1]}"
+    return title, head(workload), [cells(row) for row in rows]
 
 
-def note(rows: Sequence[KernelsMeasurement]) -> str:
+def note(rows: Sequence[KernelsMeasurement], workload: KernelsWorkload) -> str:
     said = "every source read once and the result written once; memcpy reads and writes; medians, in turns"
     below = sum(missed(row) for row in rows)
     return f"{said}; {bench_table.MISSED}: below {GOAL:.0%} of memcpy ({below})" if below else said
 
 
 def picture(rows: Sequence[KernelsMeasurement], workload: KernelsWorkload, best: bool = False) -> list[Panel]:
-    """A panel for each size: types, and bars for the operations that most people use."""
+    """A panel for each size; bars for the usual operations, grouped by type."""
     shown = (RedOpType.SUM, RedOpType.AVG, RedOpType.MAX)
     panels: list[Panel] = []
     for name, nbytes in workload.sizes.items():
@@ -175,12 +173,11 @@ def picture(rows: Sequence[KernelsMeasurement], workload: KernelsWorkload, best:
             else (row.dtype.label, row.op.name, row.rates[name])
             for row in rows if row.op is None or row.op in shown
         )  # fmt: skip
-        panels.append(Bars.of(f"{name}, {bench_table.short_size(nbytes)} each", "GB/s moved", bars))
+        panels.append(Bars.of(f"{name}, {format_bytes(nbytes)} each", "GB/s moved", bars))
     return panels
 
 
 def to_json(rows: Sequence[KernelsMeasurement], workload: KernelsWorkload) -> dict[str, Any]:
-    """Everything measured: GB/s, and shares of memcpy's."""
     made = [
         {**asdict(row), "dtype": row.dtype and row.dtype.label, "op": None if row.op is None else row.op.name}
         for row in rows

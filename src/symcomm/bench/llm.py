@@ -1,8 +1,8 @@
-"""``symcomm bench llm``: tokens a second of a language model that is split over ranks, on CPUs.
+"""``symcomm bench llm``: tokens a second of a language model split over ranks, on CPUs.
 
 The same decoder (symcomm/llama.py) runs eager and compiled: in one process with a thread on every core, and divided
-among ranks, which add up their parts twice a layer: on Gloo, on the symcomm backend, and by Symcomm's own call. A
-*section* is one mode (eager, compiled) with one number of ranks; its sides take turns, its rows come when it is done.
+among ranks that add up their parts twice a layer, on Gloo, on the symcomm backend, and by Symcomm's own call. A
+*section* is one mode (eager, compiled) with one number of ranks; its sides take turns.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Workload, in_turns
+from symcomm.bench.frame import Asked, Workload, in_turns
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Side, Tick, open_sides, quiet
+from symcomm.bench.run import Seen, Side, Tick, open_sides, quiet
 
 SIDES = {
     "one": "one process",
@@ -28,23 +28,24 @@ SIDES = {
     "symcomm": "symcomm",
     "direct": "symcomm, own call",
 }
-EAGER_ONLY = ("deepspeed", "direct")  # compiled graphs make their own calls
+EAGER_ONLY = ("deepspeed", "direct")  # compiled graphs make their calls themselves
 WORKER = "symcomm.bench.llm_worker"
 START_SECONDS = 60.0  # DeepSpeed builds its operator
 PREPARE_SECONDS = {"eager": 60.0, "compiled": 300.0}  # on a busy machine
 QUICK = {"layers": 2, "width": 256, "rounds": 3, "prompt": 32, "tokens": 16}
+FIGURES = ("prefill", "decode", "reducing")
 HEAD = ["mode", "ranks", "side", "prefill (tokens/s)", "decode (tokens/s)", "all_reduce (ms/token)"]
 HEAD += ["decode / gloo's", "decode / one process's"]
 
 
 def has_deepspeed() -> bool:
-    """Whether it is installed; it is not loaded."""
+    """Whether it is installed; does not load it."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 @dataclass(frozen=True)
 class LlmWorkload(Workload):
-    """What to measure: ``rounds`` turns of every side, each a prompt to read and tokens to write for every text."""
+    """``rounds`` turns of every side; in each, it reads a prompt and writes tokens for every text."""
 
     worlds: Sequence[int] = (2, 4)
     rounds: int = 7
@@ -54,6 +55,13 @@ class LlmWorkload(Workload):
     prompt: int = 128
     tokens: int = 32
     modes: Sequence[str] = ("eager", "compiled")
+
+    def how(self, best: bool) -> str:
+        return "fastest prompt and token" if best else f"median of {self.rounds} turns"
+
+    @property
+    def turns(self) -> int:
+        return sum(len(section.sides) * self.rounds for section in self.sections)
 
     @property
     def config(self) -> dict[str, int]:
@@ -79,7 +87,7 @@ class LlmSection:
 
 @dataclass
 class LlmMeasurement:
-    """One side in one section. Seconds are the slowest rank's: of every prompt, and, turn by turn, of every token."""
+    """One side in one section: the slowest rank's seconds of every prompt and, turn by turn, of every token."""
 
     mode: str
     ranks: int
@@ -93,6 +101,14 @@ class LlmMeasurement:
         """Of a turn's median token, the median of turns; or of the fastest token of all."""
         turns = getattr(self, what)
         return min(map(min, turns)) if best else statistics.median(map(statistics.median, turns))
+
+
+def ask(asked: Asked) -> LlmWorkload:
+    worlds: dict[str, Any] = {"worlds": (asked.ranks,)} if asked.ranks else {}
+    shape = {name: value for name, value in {**asked.shape, "tokens": asked.iters}.items() if value}
+    workload = asked.workload(LlmWorkload, QUICK, **worlds, **shape)
+    check(workload)
+    return workload
 
 
 def check(workload: LlmWorkload) -> None:
@@ -121,6 +137,14 @@ def _open(section: LlmSection) -> Iterator[dict[str, Side]]:
         yield one | divided
 
 
+def run_llm_bench(workload: LlmWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[LlmMeasurement]:
+    found: list[LlmMeasurement] = []
+    for section in workload.sections:
+        found += measure(section, workload, tick, getattr(tick, "begin", quiet))
+        seen(found)
+    return found
+
+
 def measure(
     section: LlmSection, workload: LlmWorkload, tick: Tick = quiet, begin: Tick = quiet
 ) -> list[LlmMeasurement]:
@@ -132,7 +156,7 @@ def measure(
         _prepare([sides[figures.side] for figures in able], section, workload, what, begin)
         for figures in in_turns(able, workload.rounds):
             answers = sides[figures.side].ask(what, {"do": "time"})
-            for name in ("prefill", "decode", "reducing"):
+            for name in FIGURES:
                 ranks = [answer[name] for answer in answers]
                 getattr(figures, name).append([max(seconds) for seconds in zip(*ranks, strict=True)])
             tick(f"{what}, {SIDES[figures.side]}")
@@ -153,7 +177,7 @@ def together(sides: Sequence[Side]) -> list[Sequence[Side]]:
 
 
 def _prepare(sides: Sequence[Side], section: LlmSection, workload: LlmWorkload, what: str, begin: Tick) -> None:
-    """Make the model on every side; refuse to time one that does not write what one process writes."""
+    """Make the model on every side; refuse to time one that writes other tokens than a single process."""
     for some in together(sides):
         begin(f"preparing {what}, {', '.join(SIDES[side.name] for side in some)}")
         for side in some:
@@ -185,7 +209,7 @@ def speeds(figures: LlmMeasurement, workload: LlmWorkload, best: bool) -> tuple[
 def row_of(
     figures: LlmMeasurement, section: Sequence[LlmMeasurement], workload: LlmWorkload, best: bool = False
 ) -> list[str]:
-    """``section``: all figures of the section; ratios are to those of the same."""
+    """``section``: all figures of the section; ratios are to its sides."""
     if figures.reason:
         return [figures.mode, str(figures.ranks), SIDES[figures.side], *["-"] * 5]
     prefill, decode = speeds(figures, workload, best)
@@ -198,7 +222,20 @@ def row_of(
     return row
 
 
-def note(workload: LlmWorkload) -> str:
+def as_table(found: Sequence[LlmMeasurement], workload: LlmWorkload, best: bool = False) -> bench_table.Table:
+    sections: dict[tuple[str, int], list[LlmMeasurement]] = {}
+    for figures, ranks in _with_section(found):
+        sections.setdefault((figures.mode, ranks), []).append(figures)
+    rows = [row_of(figures, section, workload, best) for section in sections.values() for figures in section]
+    return _title(workload), HEAD, rows
+
+
+def note(found: Sequence[LlmMeasurement], workload: LlmWorkload) -> str:
+    reasons = dict.fromkeys(f"-: {figures.side}: {figures.reason}" for figures in found if figures.reason)
+    return "\n# ".join([*reasons, "all sides wrote the same tokens"])
+
+
+def _title(workload: LlmWorkload) -> str:
     threads = ", ".join(f"{threads_of(world)} in each of {world} ranks" for world in workload.worlds)
     texts = "a text" if workload.batch == 1 else f"{workload.batch} texts"
     return (
@@ -216,14 +253,13 @@ def picture(found: Sequence[LlmMeasurement], workload: LlmWorkload, best: bool =
 
 
 def _with_section(found: Sequence[LlmMeasurement]) -> Iterator[tuple[LlmMeasurement, int]]:
-    """Every side with its section's ranks; one process is a side of each section."""
+    """Every side with the ranks of its section; the single process takes part in each section."""
     for number, figures in enumerate(found):
         ranks = next(f.ranks for f in found[number:] if f.side != "one")
         yield figures, ranks
 
 
 def to_json(found: Sequence[LlmMeasurement], workload: LlmWorkload) -> dict[str, Any]:
-    """Everything measured: tokens a second, and seconds of every turn."""
     rows = []
     for figures, ranks in _with_section(found):
         row = asdict(figures) | {"section_ranks": ranks}

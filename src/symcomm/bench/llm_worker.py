@@ -38,7 +38,7 @@ def make_reduce(args: SimpleNamespace) -> Reduce:
 
 
 def _deepspeed_reduce(rank: int, world: int) -> Reduce:
-    """DeepSpeed's shared-memory operator, which it builds when it is first asked for."""
+    """DeepSpeed's shared-memory operator, which DeepSpeed builds on first use."""
     job = f"symcomm-bench-{os.getppid()}"  # a part of its buffers' names
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=str(world), MASTER_ADDR=job, MASTER_PORT=str(world))
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # where ninja is
@@ -56,9 +56,7 @@ def _deepspeed_reduce(rank: int, world: int) -> Reduce:
     return reduce
 
 
-class Run:
-    """A model on one rank."""
-
+class LlmRun:
     def __init__(self, rank: int, world: int, reduce: Reduce, order: dict[str, Any]):
         import torch
 
@@ -88,7 +86,7 @@ class Run:
         self.write()
 
     def write(self) -> tuple[dict[str, list[float]], list[Any]]:
-        """Read the prompt, then write a token for each place: how long that took, and what was written."""
+        """Read the prompt, then write a token for each place; returns times and tokens."""
         import torch
 
         found: dict[str, list[float]] = {"prefill": [], "decode": [], "reducing": []}
@@ -106,7 +104,7 @@ class Run:
         return found, written[1:]
 
 
-class Orders:
+class LlmOrders:
     """Ranks are not pinned: each may have several threads."""
 
     def __init__(self, args: SimpleNamespace):
@@ -121,7 +119,7 @@ class Orders:
         return {}
 
     def prepare(self, **order: Any) -> dict[str, Any]:
-        self.run = Run(self.rank, self.args.world, self.reduce, order)
+        self.run = LlmRun(self.rank, self.args.world, self.reduce, order)
         return {}
 
     def check(self) -> dict[str, Any]:
@@ -132,4 +130,4 @@ class Orders:
 
 
 if __name__ == "__main__":
-    serve(Orders)
+    serve(LlmOrders)

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 SYMBOLS = 128  # ASCII
-PREVIOUS = 2  # characters that each place is shown beside its own: half a minute is short to learn where to look
+HEADS, TEMPERATURE = 4, 0.6
+PREVIOUS = 2  # earlier characters that each place also sees: the demo is too short to learn attention for that
 
 
 def own_source() -> bytes:
-    """Every Python file of the installed package: a text that is always there. What is not ASCII becomes '?'."""
+    """Every Python file of the installed package: text that is always there. What is not ASCII becomes '?'."""
     package = Path(__file__).parents[1]
     files = sorted(package.rglob("*.py"))
     return "\n".join(file.read_text() for file in files).encode("ascii", "replace")
 
 
-def decoder(width: int, layers: int, context: int, heads: int = 4) -> Any:
+def decoder(width: int, layers: int, context: int) -> Any:
     """A decoder-only transformer over characters: (batch, length <= context) -> (batch, length, SYMBOLS) logits."""
     import torch
     from torch import nn
@@ -29,7 +30,7 @@ def decoder(width: int, layers: int, context: int, heads: int = 4) -> Any:
             self.places = nn.Embedding(context, width)
             self.blocks = nn.ModuleList(
                 nn.TransformerEncoderLayer(
-                    width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+                    width, HEADS, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
                 )
                 for _ in range(layers)
             )
@@ -51,8 +52,8 @@ def decoder(width: int, layers: int, context: int, heads: int = 4) -> Any:
     return Decoder()
 
 
-def sample(model: Any, start: str, length: int, temperature: float = 0.6) -> str:
-    """``start`` and ``length`` characters that the model adds to it."""
+def sample(model: Any, start: str, length: int) -> str:
+    """``start`` and the ``length`` characters with which the model continues it."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
@@ -60,6 +61,6 @@ def sample(model: Any, start: str, length: int, temperature: float = 0.6) -> str
     with torch.no_grad():
         for _ in range(length):
             seen = torch.tensor([text[-model.context :]])
-            chances = torch.softmax(model(seen)[0, -1] / temperature, dim=0)
+            chances = torch.softmax(model(seen)[0, -1] / TEMPERATURE, dim=0)
             text.append(int(torch.multinomial(chances, 1, generator=draw)))
     return bytes(text).decode("ascii")

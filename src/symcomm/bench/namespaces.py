@@ -51,7 +51,7 @@ def _call(*words: str) -> str:
 
 
 def why_no_namespaces() -> str:
-    """Why this machine cannot pretend to be several, as the end of a sentence; empty when it can."""
+    """Why this machine cannot pretend to be several, as the end of a sentence; empty if it can."""
     if os.getuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "tc"):
@@ -81,7 +81,7 @@ def why_no_slow_network() -> str:
 
 
 def carried() -> list[int]:
-    """Bytes that the host of this process has sent and received over its link so far; zeros where it has none."""
+    """Bytes that this process's host has sent and received over its link so far; zeros if it has none."""
     for line in CARDS.read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "net0":
@@ -90,7 +90,7 @@ def carried() -> list[int]:
 
 
 def _sweep() -> None:
-    """Remove the namespaces of makers that are gone."""
+    """Remove namespaces whose maker is gone."""
     for line in _call("ip", "netns", "list").splitlines():
         found = re.match(rf"({NAME}-(\d+)-\S+)", line)
         if found and not os.path.exists(f"/proc/{found[2]}"):

@@ -1,8 +1,8 @@
-"""``symcomm bench noise``: collectives beside neighbours that take the ranks' cores away now and then, beside MPI.
+"""``symcomm bench noise``: collectives, ours and MPI's, while other processes take the ranks' cores now and then.
 
-A neighbour is a process bound to one of the cores that ranks use. It is awake for a burst, then sleeps, so that it is
-awake for a given part of the time. All sides take turns beside the same neighbours, and every call is timed: what
-counts is the median call, and the one that only one in a hundred exceeds.
+A neighbour is a process bound to one of the ranks' cores. It works for a burst, then sleeps; it is awake for a given
+share of the time. All sides take turns beside the same neighbours, and every call is timed: the figures are the median
+call and the 99th percentile.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Workload, has_core_each, in_turns, pick
-from symcomm.bench.peers import MPIS, is_set_up
+from symcomm.bench.frame import Asked, Workload, has_core_each, in_turns, pick
+from symcomm.bench.peers import MPIS, is_set_up, parse_peers
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Case, Side, Tick, make_cases, open_sides, quiet
+from symcomm.bench.run import Case, Seen, Side, Tick, make_cases, open_sides, quiet
+from symcomm.memory.limits import format_bytes
 
 WORK = (
     ("all_reduce", (8, 1 << 10, 64 << 10, 1 << 20)), ("all_gather", (64 << 10,)), ("broadcast", (1 << 10,)),
@@ -29,7 +30,7 @@ WORK = (
 )  # fmt: skip
 QUICK = {"rounds": 2, "seconds": 0.1}
 MOST_CALLS = 100_000  # of one turn
-# Awake from the beginning of each period, on one core, until the process that started it is gone.
+# Awake at the beginning of each period, on one core, until its parent is gone.
 NEIGHBOUR = """
 import os, sys, time
 core, burst, period, start, parent = int(sys.argv[1]), *map(float, sys.argv[2:5]), int(sys.argv[5])
@@ -47,7 +48,7 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """One on each core: awake for ``burst`` seconds at a time, ``duty`` of all the time; a duty of 0: nobody there."""
+    """One on each core: awake for ``burst`` seconds at a time, ``duty`` of all the time; a duty of 0: none."""
 
     duty: float = 0.0
     burst: float = 0.0
@@ -77,7 +78,7 @@ def parse_neighbours(text: str) -> tuple[Neighbours, ...]:
 
 @dataclass(frozen=True)
 class NoiseWorkload(Workload):
-    """What to measure: of every case ``rounds`` turns of every side, each of about ``seconds``."""
+    """Of every case, ``rounds`` turns of every side, each of about ``seconds``."""
 
     ranks: int = 2
     neighbours: tuple[Neighbours, ...] = ()
@@ -85,6 +86,9 @@ class NoiseWorkload(Workload):
     rounds: int = 3
     seconds: float = 0.3
     pin: bool = True
+
+    def how(self, best: bool) -> str:
+        return f"medians of {self.rounds} turns of {self.seconds:g} s"
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -105,14 +109,18 @@ class NoiseWorkload(Workload):
 
     @property
     def cores(self) -> list[int]:
-        """Those that the ranks use."""
         cores = sorted(os.sched_getaffinity(0))
         return cores[: self.ranks] if self.pinned else cores
 
 
-def peers_at_hand(text: str, parse: Callable[[str], list[str]]) -> tuple[str, ...]:
+def ask(asked: Asked) -> NoiseWorkload:
+    kinds, peers = parse_neighbours(asked.neighbours), peers_at_hand(asked.against)
+    return asked.workload(NoiseWorkload, QUICK, neighbours=kinds, peers=peers)
+
+
+def peers_at_hand(text: str) -> tuple[str, ...]:
     """The MPIs that ``--against`` names; without it, those that are set up."""
-    names = parse(text) if text else [name for name in MPIS if is_set_up(name)]
+    names = parse_peers(text) if text else [name for name in MPIS if is_set_up(name)]
     for name in names:
         if name not in MPIS:
             raise errors.bad_choice("symcomm bench", "--against", name, list(MPIS), "some")
@@ -121,7 +129,7 @@ def peers_at_hand(text: str, parse: Callable[[str], list[str]]) -> tuple[str, ..
 
 @dataclass
 class NoiseMeasurement:
-    """Seconds of a call on every side: the median and the 99th percentile of the slowest rank, once for every turn."""
+    """Seconds of a call on every side: in each turn, the slowest rank's median and 99th percentile."""
 
     neighbours: Neighbours
     case: Case
@@ -157,19 +165,14 @@ def live_beside(neighbours: Neighbours, cores: Sequence[int]) -> Iterator[None]:
             process.wait()
 
 
-def run_noise_bench(
-    workload: NoiseWorkload,
-    tick: Tick = quiet,
-    show: Callable[[NoiseMeasurement], None] = quiet,
-) -> list[NoiseMeasurement]:
-    """Measure every case beside every kind of neighbour; ``show`` gets each row when it is complete."""
-    found = []
+def run_noise_bench(workload: NoiseWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[NoiseMeasurement]:
+    found: list[NoiseMeasurement] = []
     with open_sides(workload.sides, workload.ranks, workload.pinned) as sides:
         for neighbours in workload.neighbours:
             with live_beside(neighbours, workload.cores):
                 for case in workload.cases:
                     found.append(_measure(sides, NoiseMeasurement(neighbours, case), workload, tick))
-                    show(found[-1])
+                    seen(found)
     return found
 
 
@@ -212,18 +215,27 @@ def head(workload: NoiseWorkload) -> list[str]:
 
 
 def row(figures: NoiseMeasurement, workload: NoiseWorkload) -> list[str]:
-    cells = [str(figures.neighbours), figures.case.collective, bench_table.short_size(figures.case.nbytes)]
+    cells = [str(figures.neighbours), figures.case.collective, format_bytes(figures.case.nbytes)]
     cells += [bench_table.microseconds(seconds) for side in workload.sides for seconds in figures.seconds(side)]
     if workload.peers:
         cells += [bench_table.marked(ratio, bench_table.MPI_GOAL) for ratio in figures.against(workload.peers)]
     return cells
 
 
+def as_table(found: Sequence[NoiseMeasurement], workload: NoiseWorkload, best: bool = False) -> bench_table.Table:
+    rows = [row(figures, workload) for figures in found]
+    return f"{workload.ranks} ranks beside neighbours: time of one call", head(workload), rows
+
+
+def note(found: Sequence[NoiseMeasurement], workload: NoiseWorkload) -> str:
+    goal = f"{bench_table.MISSED} marks what is below {bench_table.MPI_GOAL:g}x"
+    return f"ratios: the better MPI's time / our time; {goal}" if workload.peers else ""
+
+
 def picture(found: Sequence[NoiseMeasurement], workload: NoiseWorkload, best: bool = False) -> list[Panel]:
-    """A panel for every kind of neighbour: all sides, median and tail of every case."""
     return [
         Bars.of(f"neighbours: {neighbours}", "microseconds", (
-            (f"{f.case.collective} {bench_table.short_size(f.case.nbytes)}",
+            (f"{f.case.collective} {format_bytes(f.case.nbytes)}",
              f"{'ours' if side == 'symcomm' else side}, {what}", seconds * 1e6)
             for f in found if f.neighbours == neighbours
             for side in workload.sides
@@ -233,7 +245,6 @@ def picture(found: Sequence[NoiseMeasurement], workload: NoiseWorkload, best: bo
 
 
 def to_json(found: Sequence[NoiseMeasurement], workload: NoiseWorkload) -> dict[str, Any]:
-    """Everything measured; microseconds of one call."""
     rows = [
         {
             "duty": f.neighbours.duty, "burst_ms": f.neighbours.burst * 1e3, "collective": f.case.collective,

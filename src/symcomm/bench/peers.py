@@ -21,7 +21,7 @@ SETUP = "symcomm bench --setup-peers"
 PIP_DEADLINE = 900.0  # seconds
 
 WORKER = Path(__file__).with_name("worker.py")
-# What an outer launcher said about its own ranks must not reach ours.
+# Variables of an outer launcher, which describe its ranks and must not reach ours.
 FOREIGN = ("PMI_", "PMIX_", "OMPI_COMM_", "MPI_LOCAL", "TORCHELASTIC_")
 FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -46,7 +46,6 @@ def parse_peers(text: str) -> list[str]:
 
 
 def is_set_up(name: str) -> bool:
-    """Whether the MPI of that name can be run."""
     return (peers_dir() / name / "bin" / MPIS[name]).exists()
 
 
@@ -102,14 +101,14 @@ def start_of(
 
 
 def _mpi(name: str, world: int, worker: list[str]) -> Start:
-    """Ranks that busy-wait, as MPI does by itself, while each has a core; otherwise they offer it while they wait."""
+    """MPI's ranks busy-wait if each has a core, MPI's default; otherwise they yield while they wait."""
     home = peers_dir() / name / "bin"
     crowded = world > len(os.sched_getaffinity(0))
     launch = [str(home / MPIS[name]), "-n", str(world)]
     env = _clean_environment()
     env.pop("PYTHONPATH", None)
     env["PATH"] = f"{home}{os.pathsep}{env.get('PATH', '')}"
-    env["NUMPY_MADVISE_HUGEPAGE"] = "0"  # as torch's tensors have it: 64 MiB take MPI a tenth less in huge pages
+    env["NUMPY_MADVISE_HUGEPAGE"] = "0"  # as for torch's tensors: in huge pages, MPI needs a tenth less time for 64 MiB
     if name == "openmpi":
         env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
         if crowded:

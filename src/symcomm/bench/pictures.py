@@ -12,10 +12,10 @@ from typing import Any
 from symcomm import errors
 from symcomm.preflight import check_output_file
 
-MOST_TICKS = 8  # labels below a panel that do not run into each other
+MOST_TICKS = 8  # labels that fit below a panel
 ACROSS = 3  # panels in a row
-CHARACTERS = 11  # of a heading in an inch
-REASON = 32  # characters in a line of why a curve ends
+CHARACTERS = 11  # of a heading, per inch
+REASON = 32  # characters per line of the reason why a curve ends
 PLAIN = "{x:,.10g}"  # 1,000 and 0.01, where matplotlib would write powers of ten
 
 
@@ -83,7 +83,7 @@ Panel = Curves | Bars
 
 
 def check_picture(call: str, option: str, path: Path) -> None:
-    """Refuse before the work what could not be drawn after it."""
+    """Refuse, before the work, a picture that could not be drawn after it."""
     if path.suffix not in (".png", ".svg"):
         raise errors.bad_argument(call, option, str(path), "a file that ends in .png or .svg")
     check_output_file(call, option, path)
@@ -96,7 +96,7 @@ def check_picture(call: str, option: str, path: Path) -> None:
 
 
 def draw(path: Path, heading: str, panels: Sequence[Panel]) -> None:
-    """All panels in one picture, with one legend: what has the same name has the same colour."""
+    """All panels in one picture with one legend; the same name has the same colour in all."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -123,10 +123,10 @@ def draw(path: Path, heading: str, panels: Sequence[Panel]) -> None:
 
 
 def _finish(axis: Any, panel: Panel) -> None:
-    """What all panels have: numbers that are no powers of ten, words, a grid."""
+    """Labels, a grid, and numbers that are no powers of ten."""
     from matplotlib.ticker import LogFormatterSciNotation
 
-    class Between(LogFormatterSciNotation):  # it knows which ticks between two powers of ten there is room for
+    class Between(LogFormatterSciNotation):  # it knows which ticks between powers of ten have room
         def __call__(self, x: float, pos: int | None = None) -> str:
             return PLAIN.format(x=x) if super().__call__(x, pos) else ""
 

@@ -27,7 +27,7 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # <linux/if_tun.h>
 CLONE_NEWNET = 0x40000000
 LARGEST_PACKET = 1 << 16
 QUEUE_SECONDS = 0.05  # how long a packet may wait for the link before it is dropped, as in a router
-AT_ONCE = 32  # packets taken from one device before others have their turn
+AT_ONCE = 32  # packets of one device before the next device's turn
 
 
 class Uplink:
@@ -40,7 +40,7 @@ class Uplink:
     def __init__(self, rate: float, delay: float, queue: float = QUEUE_SECONDS):
         self.rate, self.delay, self.queue = rate, delay, queue
         self.dropped = 0
-        self._free = 0.0  # when all that was accepted so far will be on the wire
+        self._free = 0.0  # when the link has sent all accepted packets
         self._flying: deque[tuple[float, bytes]] = deque()  # (when it arrives, packet), in that order
 
     def send(self, packet: bytes, now: float) -> None:
@@ -83,7 +83,7 @@ def destination(packet: bytes) -> bytes:
 
 
 def relay(devices: dict[bytes, int], uplinks: dict[int, Uplink], end: int) -> None:
-    """Carry packets between ``devices`` (by address) until there is something to read, or an end, at ``end``."""
+    """Carry packets between ``devices`` (by address) until ``end`` has something to read, or closes."""
     watched = [end, *uplinks]
     while True:
         arrivals = [uplink.next_arrival for uplink in uplinks.values()]
@@ -119,7 +119,7 @@ def main() -> None:
         namespace, _, address = word.partition("=")
         devices[socket.inet_aton(address)] = open_tun(namespace)
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, -20)  # a cable does not wait for a processor
+        os.setpriority(os.PRIO_PROCESS, 0, -20)  # as a cable needs no processor
     print("ready", flush=True)
     relay(devices, {device: Uplink(rate, delay) for device in devices.values()}, end=0)
 

@@ -31,8 +31,8 @@ from symcomm.bench.whereabouts import SLOW, family_of, where_are
 from symcomm.errors import format_exit, format_ranks
 from symcomm.types import DType
 
-Tick = Callable[[str], None]  # called after every turn, with what it was
-Seen = Callable[[list[Any]], None]  # called after every part, with all that is known by then
+Tick = Callable[[str], None]  # called after every turn, with its name
+Seen = Callable[[list[Any]], None]  # called after every part, with all figures so far
 
 OURS = ("ordinary", "symmetric", "heap")  # series of our own side; every other series is a side of that name
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
@@ -45,7 +45,7 @@ PLACES = {
 ONE_PIECE = ("all_reduce", "reduce", "broadcast", "p2p", "put", "put_signal")
 WORKER = "symcomm.bench.worker"
 START_DEADLINE = 60.0
-ORDER_DEADLINE = 120.0  # for one order, on top of what the work itself is expected to take
+ORDER_DEADLINE = 120.0  # for one order, plus the expected time of the work
 FINISH_DEADLINE, KILL_DEADLINE = 3.0, 10.0
 
 
@@ -55,7 +55,7 @@ def quiet(_: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a collective on so many elements. ``count`` is per rank and piece, ``nbytes`` as nccl-tests counts."""
+    """One row: a collective on ``count`` elements per rank and piece; ``nbytes`` as nccl-tests counts."""
 
     collective: str
     nbytes: int
@@ -92,8 +92,8 @@ class Effort:
 
 
 @dataclass
-class Result:
-    """What one series did in one case; ``seconds`` is None when it cannot do it, and ``reason`` says why."""
+class CaseResult:
+    """What one series did in one case. ``seconds`` is None if it cannot do it; ``reason`` says why."""
 
     case: Case
     series: str
@@ -103,15 +103,15 @@ class Result:
     iterations: int = 0
     reason: str = ""
     calls: int = 0  # timed calls of ours, of all ranks
-    long: int = 0  # those that took the long way, through Python
-    stood_still: bool = False  # its side, in this case or in one before
+    long: int = 0  # those that took the slow path, through Python
+    stood_still: bool = False  # in this case or an earlier one
 
 
 # --- sides -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Rank:
+class SideRank:
     number: int
     pid: int
     connection: socket.socket
@@ -119,13 +119,13 @@ class Rank:
 
 
 class Side:
-    """The ranks of one library, alive for the whole run and asleep unless they have an order."""
+    """The ranks of one library. They live for the whole run, and sleep unless they have an order."""
 
     def __init__(self, name: str, world: int, folder: Path, pinned: bool, worker: str, call: str, python: str):
         self.name, self.world, self.call = name, world, call
         self._closed = False
-        self.stood_still = ""  # in what, once it has; its ranks have been ended then
-        self.ranks: list[Rank] = []
+        self.stood_still = ""  # in what, if it has; then its ranks are gone
+        self.ranks: list[SideRank] = []
         self.log = folder / f"{name}.log"
         address = str(folder / f"{name}.socket")
         start = start_of(name, world, address, str(folder / f"{name}.store"), pinned, worker, python)
@@ -141,7 +141,6 @@ class Side:
                 self.processes.append(process)
 
     def connect(self) -> None:
-        """Wait until every rank has said who it is."""
         begun = time.monotonic()
         end, slow = begun + START_DEADLINE, begun + SLOW
         self.listener.settimeout(0.1)
@@ -154,7 +153,7 @@ class Side:
                 slow = end
                 self._say_slow("starting", START_DEADLINE, [])
         for connection in newcomers:
-            self.ranks.append(Rank(-1, 0, connection))
+            self.ranks.append(SideRank(-1, 0, connection))
         hellos = self._answers("starting", max(1.0, end - time.monotonic()))
         for rank, hello in zip(self.ranks, hellos, strict=True):
             rank.number, rank.pid = hello["rank"], hello["pid"]
@@ -173,7 +172,7 @@ class Side:
         return self.hear(what, seconds)
 
     def hear(self, what: str, seconds: float = 0.0) -> list[dict[str, Any]]:
-        """The answers to what ranks have been told."""
+        """The answers to an order."""
         answers = self._answers(what, ORDER_DEADLINE + 5 * seconds)
         for rank, answer in zip(self.ranks, answers, strict=True):
             if "error" in answer:
@@ -208,14 +207,14 @@ class Side:
                         selector.unregister(key.fileobj)
         return [got[index] for index in range(len(self.ranks))]
 
-    def _say_slow(self, what: str, seconds: float, missing: Sequence[Rank]) -> None:
+    def _say_slow(self, what: str, seconds: float, missing: Sequence[SideRank]) -> None:
         numbers = [rank.number for rank in missing if rank.pid]
         who = f", rank {format_ranks(numbers)}" if numbers else ""
         words = f"{self.name} has not answered for {SLOW:g} s: {what}{who}; it has {seconds:g} s"
         print(f"# {self.call}: {words}", file=sys.stderr, flush=True)
 
-    def _late(self, what: str, seconds: float, missing: Sequence[Rank]) -> errors.DeadlineError:
-        """Ranks that stand still: where they are. Until they have said who they are, all processes of the side."""
+    def _late(self, what: str, seconds: float, missing: Sequence[SideRank]) -> errors.DeadlineError:
+        """The error for ranks that stand still, with where they are; before they have said who they are, for all."""
         known = {f"rank {rank.number}": rank.pid for rank in missing if rank.pid}
         pids = known or {f"process {i}": pid for i, pid in enumerate(family_of([p.pid for p in self.processes]))}
         numbers = [rank.number for rank in missing if rank.pid]
@@ -223,11 +222,11 @@ class Side:
         return errors.deadline(f"{self.call}: {self.name}, {what}", seconds, missing=numbers, fix=fix)
 
     def give_up(self, what: str) -> None:
-        """It stood still: end its ranks, so that the other sides can be measured."""
+        """The side stood still: end its ranks, so that the others can be measured."""
         self.stood_still = what
         self.close()
 
-    def _read_line(self, rank: Rank, what: str) -> dict[str, Any] | None:
+    def _read_line(self, rank: SideRank, what: str) -> dict[str, Any] | None:
         try:
             data = rank.connection.recv(1 << 16)
         except ConnectionError:
@@ -242,8 +241,8 @@ class Side:
         rank.unread = rest
         return json.loads(line)
 
-    def _how_it_ended(self, rank: Rank) -> str:
-        """MPI ranks are children of their launcher, which alone knows more than that they went away."""
+    def _how_it_ended(self, rank: SideRank) -> str:
+        """How a rank ended. An MPI's ranks are children of its launcher, which alone knows."""
         for process in self.processes:
             if process.pid == rank.pid:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -256,7 +255,7 @@ class Side:
         return errors.RankFailedError(f"{self.call}: {self.name}: {what}.{words}")
 
     def close(self) -> None:
-        """End every process of the side. Ranks end when their connection does; what is left after that is killed."""
+        """End every process of the side. Ranks end when their connection does; what is left is killed."""
         if self._closed:
             return
         self._closed = True
@@ -273,7 +272,7 @@ class Side:
                 process.wait(max(0.0, end - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in a call of the kernel's that does not end
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
                 process.wait(KILL_DEADLINE)
 
 
@@ -308,7 +307,7 @@ class _Series:
 
     side: Side
     number: int  # the case's number on that side
-    result: Result
+    result: CaseResult
     what: str
     means: list[float] = field(default_factory=list)  # seconds of one call: the slowest rank's mean, per repetition
 
@@ -316,7 +315,7 @@ class _Series:
         return self.side.ask(self.what, {"do": do, "case": self.number, **more}, seconds)
 
     def attempt(self, act: Callable[..., Any], *args: Any) -> None:
-        """``act(*args)``, unless its side stands still, now or before: it is named, ended and left out from then on."""
+        """``act(*args)`` unless the side stands still; a side that does is named, ended and left out from then on."""
         side, result = self.side, self.result
         try:
             if not side.stood_still:
@@ -336,9 +335,13 @@ class _Series:
 
 def measure(
     sides: dict[str, Side], case: Case, series: Sequence[str], effort: Effort, tick: Callable[[], None] = lambda: None
-) -> list[Result]:
+) -> list[CaseResult]:
     """Every series of one case: values first, then time, in turns. ``tick`` is called after every turn."""
-    columns = [_column(sides, case, name, number) for number, name in enumerate(series)]
+    what = f"{case.collective} of {case.nbytes} bytes"
+    columns = [
+        _Series(sides["symcomm" if name in OURS else name], number, CaseResult(case, name), what)
+        for number, name in enumerate(series)
+    ]
     for step in (_prepare, _calibrate_checked):
         for column in columns:
             column.attempt(step, column, effort)
@@ -354,11 +357,6 @@ def measure(
     return [column.result for column in columns]
 
 
-def _column(sides: dict[str, Side], case: Case, series: str, number: int) -> _Series:
-    side = sides["symcomm" if series in OURS else series]
-    return _Series(side, number, Result(case, series), f"{case.collective} of {case.nbytes} bytes")
-
-
 def _prepare(column: _Series, _: Effort) -> None:
     kind = column.result.series if column.result.series in OURS else "ordinary"
     answers = column.ask("prepare", spec=asdict(column.result.case) | {"kind": kind})
@@ -366,7 +364,7 @@ def _prepare(column: _Series, _: Effort) -> None:
 
 
 def _calibrate_checked(column: _Series, effort: Effort) -> None:
-    """Values first; then, how many calls make a repetition."""
+    """Check values, then find out how many calls make a repetition."""
     if column.result.reason:
         return
     if effort.check:

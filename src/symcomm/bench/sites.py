@@ -2,7 +2,7 @@
 
 The sites are network namespaces of this machine, joined by a link of 100 Mbit/s and a round trip of 50 ms. A small
 language model is trained by plain data parallel steps, with hooks that compress gradients, and with DiLoCo's outer
-steps: the same first parameters, the same texts, until the loss on the same texts is at the target.
+steps. All start with the same parameters, read the same texts, and stop when the loss reaches the target.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Workload
+from symcomm.bench.frame import Asked, Workload
 from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
 from symcomm.bench.pictures import Curves, Panel
 from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.bench.sites_worker import METHODS
 
 WORKER = "symcomm.bench.sites_worker"
-DEADLINE = 300.0  # seconds of silence, in which one method is trained
+DEADLINE = 300.0  # seconds of silence while one method is trained
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SitesWorkload(Workload):
     width: int = 192
     layers: int = 2
     context: int = 64
-    batch: int = 4  # texts for each rank and step
+    batch: int = 4  # texts per rank and step
     rate: float = 3e-3
     period: int = 20  # steps between DiLoCo's meetings
     every: int = 10  # steps between checks of the loss
@@ -51,9 +51,13 @@ class SitesWorkload(Workload):
 QUICK: dict[str, Any] = {"target": 2.7, "limit": 60, "methods": ("plain", "int8", "diloco")}
 
 
+def ask(asked: Asked) -> SitesWorkload:
+    return asked.workload(SitesWorkload, QUICK, 1)
+
+
 @dataclass
 class SitesMeasurement:
-    """One method: its way down, and what left the first site meanwhile."""
+    """One method: its loss over time, and the bytes that left the first site."""
 
     method: str
     curve: list[tuple[int, float, float]]  # (steps, seconds, loss) at every check
@@ -73,7 +77,6 @@ class SitesMeasurement:
 
 
 def run_sites_bench(workload: SitesWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[SitesMeasurement]:
-    """Train with every method; a turn is a check of the loss."""
     if reason := why_no_slow_network():
         raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
     with SlowNetwork(workload.sites, workload.mbits, workload.round_trip_ms) as network:
@@ -105,10 +108,9 @@ def picture(found: Sequence[SitesMeasurement], workload: SitesWorkload, best: bo
     return [Curves("the loss on its way down", "seconds of training", "loss", lines, logarithmic=False)]
 
 
-def note(found: Sequence[SitesMeasurement]) -> str:
+def note(found: Sequence[SitesMeasurement], workload: SitesWorkload) -> str:
     return ""
 
 
 def to_json(found: Sequence[SitesMeasurement], workload: SitesWorkload) -> dict[str, Any]:
-    """Everything measured."""
     return workload.to_json([asdict(f) for f in found])

@@ -23,7 +23,7 @@ METHODS = {
 
 
 def attach(method: str, model: Any, period: int) -> Any:
-    """Register the method's hook on a DistributedDataParallel; its outer optimizer, if it has one."""
+    """Register the method's hook on a DistributedDataParallel; returns its outer optimizer, if it has one."""
     import torch
 
     from symcomm.ddp import hooks
@@ -45,8 +45,8 @@ def attach(method: str, model: Any, period: int) -> Any:
     return None
 
 
-class Training:
-    """One method from the beginning: every one has the same first parameters and reads the same texts."""
+class SitesTraining:
+    """One method. All start with the same parameters and read the same texts."""
 
     def __init__(self, method: str, workload: dict[str, Any], data: Any, rank: int):
         import torch
@@ -101,7 +101,7 @@ def train(method: str, workload: dict[str, Any], data: Any, rank: int) -> dict[s
     import torch
     import torch.distributed as dist
 
-    training = Training(method, workload, data, rank)
+    training = SitesTraining(method, workload, data, rank)
     between = workload["period"] if training.outer is not None else workload["every"]
     seconds, curve = 0.0, [(0, 0.0, training.check())]
     before = carried()[0]
@@ -118,7 +118,7 @@ def train(method: str, workload: dict[str, Any], data: Any, rank: int) -> dict[s
         if not workload["target"] < found.item() < math.inf:
             break
     for _ in range(training.done, workload["limit"], between):
-        say(f"{METHODS[method]}, done")  # checks that are not needed any more: the bar counts them
+        say(f"{METHODS[method]}, done")  # the bar also counts the checks that are left out
     return {"method": method, "curve": curve, "sent": carried()[0] - before}
 
 
@@ -134,13 +134,13 @@ def main() -> None:
     dist.init_process_group("symcomm", timeout=timedelta(seconds=300))
     rank = int(os.environ["RANK"])
     data = torch.frombuffer(bytearray(own_source()), dtype=torch.uint8)
-    Training("plain", workload, data, rank).step()  # connections are made, memory is touched
+    SitesTraining("plain", workload, data, rank).step()  # makes connections and touches memory
     for method in workload["methods"]:
         say([train(method, workload, data, rank)])
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # all is said; models and groups go with the process
+    os._exit(0)  # all is reported; models and groups end with the process
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Measures TCPStore, ours beside PyTorch's, in one run and in turns, so that noise hits both alike.
+"""``symcomm bench store``: TCPStore, ours beside PyTorch's, in one run and in turns, so that noise hits both alike.
 
-Servers and clients are processes of their own, as in a job. Latencies are medians; a ratio above 1 means ours is
-faster.
+Servers and clients are processes of their own, as in a job. Latencies are medians; above a ratio of 1 ours is faster.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Workload, in_turns
+from symcomm.bench.frame import Asked, Workload, in_turns
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.errors import ResourceError
-from symcomm.preflight import INSTALL_TORCH
+from symcomm.preflight import INSTALL_TORCH, has_torch
 
 SIDES = {"ours": "ours", "torch": "PyTorch"}
 
@@ -40,17 +39,14 @@ _CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]] = {
     "check": (lambda s: s.set("bench/k", "v"), lambda s, i: s.check(["bench/k"])),
     "compare_set": (lambda s: s.set("bench/c", "a"), lambda s, i: s.compare_set("bench/c", "a", "a")),
     "wait": (lambda s: s.set("bench/k", "v"), lambda s, i: s.wait(["bench/k"])),
-    "multi_get (8 keys)": (
-        lambda s: s.multi_set(_EIGHT, ["v" * 16] * 8),
-        lambda s, i: s.multi_get(_EIGHT),
-    ),
+    "multi_get (8 keys)": (lambda s: s.multi_set(_EIGHT, ["v" * 16] * 8), lambda s, i: s.multi_get(_EIGHT)),
     "queue push + pop": (lambda s: None, lambda s, i: (s.queue_push("bench/q", "v"), s.queue_pop("bench/q"))),
 }
 
 
 @dataclass(frozen=True)
 class StoreWorkload(Workload):
-    """What to measure: every call with each number of ``clients``, waking, and connecting so many at once."""
+    """Every call with each number of ``clients``; waking; and connecting so many at once."""
 
     clients: Sequence[int] = (1, 8)
     calls: int = 2000  # of each kind, by each client
@@ -63,19 +59,27 @@ class StoreWorkload(Workload):
 
 
 QUICK: dict[str, Any] = {"calls": 200, "connect": (20,)}
+
+
+def ask(asked: Asked) -> StoreWorkload:
+    """Against PyTorch's, if torch is installed."""
+    usual: dict[str, Any] = {} if has_torch() else {"sides": ("ours",)}
+    return asked.workload(StoreWorkload, QUICK, **usual)
+
+
 Row = dict[str, Any]  # what, clients; for each side its time in us and, where many call at once, calls per second
 
 
 def run_store_bench(workload: StoreWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[Row]:
-    """Measure every call, waking, and connecting on both sides."""
     for side in workload.sides:
-        _store_class(side)  # loaded before the processes are made, so that they start in a blink
+        _store_class(side)  # load it before forking, so that processes start quickly
     rows: list[Row] = []
     with _servers(workload.sides, max([*workload.connect, *workload.clients, 1])) as ports:
         for count in workload.clients:
             rows += _measure_calls(ports, count, workload.calls, tick)
             seen(rows)
-        rows.append(_measure_waking(ports, workload.calls, tick))
+        waking = _in_processes(2, tick, _ping_pong, ports, workload.calls)[0]
+        rows.append({"what": "set until a waiter goes on", "clients": 2, **_in_us(waking)})
         seen(rows)
         rows += _measure_connecting(ports, workload.connect, tick)
         seen(rows)
@@ -137,7 +141,7 @@ def _servers(sides: Sequence[str], connections: int) -> Iterator[dict[str, int]]
 
 
 @dataclass(frozen=True)
-class _Client:
+class _StoreClient:
     """One of several processes that measure together."""
 
     rank: int
@@ -148,7 +152,7 @@ class _Client:
         self.barrier.wait(_DEADLINE)
 
     def tell(self, what: str) -> None:
-        """A turn is done. One of us says so for all, and when nothing is being timed."""
+        """A turn is done. Rank 0 reports it for all, while nothing is timed."""
         if self.rank == 0:
             self.pipe.send(("turn", what))
 
@@ -161,7 +165,7 @@ def _in_processes(count: int, tick: Tick, work: Callable[..., Any], *args: Any) 
     ctx: Any = mp.get_context("fork")
     barrier = ctx.Barrier(count)
     pipes = [ctx.Pipe(duplex=False) for _ in range(count)]
-    clients = [_Client(rank, barrier, send) for rank, (_, send) in enumerate(pipes)]
+    clients = [_StoreClient(rank, barrier, send) for rank, (_, send) in enumerate(pipes)]
     processes = [ctx.Process(target=client.run, args=(work, args), daemon=True) for client in clients]
     for process in processes:
         process.start()
@@ -189,7 +193,7 @@ def _result_of(rank: int, pipe: Any, tick: Tick) -> Any:
 # --- measurements ------------------------------------------------------------------------------------------
 
 
-def _time_calls(client: _Client, ports: dict[str, int], calls: int) -> dict[tuple[str, str], Any]:
+def _time_calls(client: _StoreClient, ports: dict[str, int], calls: int) -> dict[tuple[str, str], Any]:
     """The median of each call (seconds), and when each of its rounds began and ended, by (call, side)."""
     stores = {side: _connect(side, port) for side, port in ports.items()}
     samples: dict[tuple[str, str], list[float]] = {}
@@ -209,7 +213,7 @@ def _time_calls(client: _Client, ports: dict[str, int], calls: int) -> dict[tupl
                 start = clock()
                 call(store, i)
                 own.append(clock() - start)
-            store.num_keys()  # a set has no answer: this one comes after all of them were done
+            store.num_keys()  # a set has no answer; this call is answered after all sets
             spans.setdefault((name, side), []).append((begin, clock()))
             client.meet()
             client.tell(f"{name}, {SIDES[side]}, {format_clients}")
@@ -231,8 +235,8 @@ def _measure_calls(ports: dict[str, int], count: int, calls: int, tick: Tick) ->
     return rows
 
 
-def _ping_pong(client: _Client, ports: dict[str, int], calls: int) -> dict[str, float]:
-    """One sets what the other waits for, and back; the time for one way."""
+def _ping_pong(client: _StoreClient, ports: dict[str, int], calls: int) -> dict[str, float]:
+    """One sets what the other waits for, and back; half of the round trip."""
     medians = {}
     me, other = client.rank, 1 - client.rank
     for side, port in ports.items():
@@ -253,12 +257,7 @@ def _ping_pong(client: _Client, ports: dict[str, int], calls: int) -> dict[str, 
     return medians
 
 
-def _measure_waking(ports: dict[str, int], calls: int, tick: Tick) -> Row:
-    result = _in_processes(2, tick, _ping_pong, ports, calls)[0]
-    return {"what": "set until a waiter goes on", "clients": 2, **{f"{side}_us": result[side] * 1e6 for side in ports}}
-
-
-def _connect_one_by_one(client: _Client, ports: dict[str, int], count: int) -> dict[str, float]:
+def _connect_one_by_one(client: _StoreClient, ports: dict[str, int], count: int) -> dict[str, float]:
     samples: dict[str, list[float]] = {side: [] for side in ports}
     for _ in range(count):
         for side, port in ports.items():
@@ -270,7 +269,7 @@ def _connect_one_by_one(client: _Client, ports: dict[str, int], count: int) -> d
     return {side: statistics.median(own) for side, own in samples.items()}
 
 
-def _connect_some(client: _Client, side: str, port: int, count: int) -> tuple[float, float]:
+def _connect_some(client: _StoreClient, side: str, port: int, count: int) -> tuple[float, float]:
     _allow_files(count + 200)
     client.meet()
     begin = time.perf_counter()
@@ -283,10 +282,10 @@ def _connect_some(client: _Client, side: str, port: int, count: int) -> tuple[fl
 
 
 def _measure_connecting(ports: dict[str, int], counts: Sequence[int], tick: Tick) -> list[Row]:
-    """One client after the other, and many at once. PyTorch's also asks for the names of addresses: where the
-    resolver is slow, some of its clients take seconds."""
+    """One client after the other, and many at once. PyTorch's clients also look up the names of addresses, which takes
+    seconds where the resolver is slow."""
     single = _in_processes(1, tick, _connect_one_by_one, ports, 40)[0]
-    rows: list[Row] = [{"what": "connect", "clients": 1, **{f"{side}_us": single[side] * 1e6 for side in ports}}]
+    rows: list[Row] = [{"what": "connect", "clients": 1, **_in_us(single)}]
     for count in counts:
         row: Row = {"what": f"connect {count} at once", "clients": count}
         processes = min(_CONNECTING_PROCESSES, count)
@@ -295,6 +294,10 @@ def _measure_connecting(ports: dict[str, int], counts: Sequence[int], tick: Tick
             row[f"{side}_us"] = (max(end for _, end in spans) - min(begin for begin, _ in spans)) * 1e6
         rows.append(row)
     return rows
+
+
+def _in_us(seconds: dict[str, float]) -> Row:
+    return {f"{side}_us": value * 1e6 for side, value in seconds.items()}
 
 
 # --- words ---------------------------------------------------------------------------------------------------
@@ -331,12 +334,11 @@ def picture(rows: Sequence[Row], workload: StoreWorkload, best: bool = False) ->
     return [Bars(title, "microseconds", groups, logarithmic=True) for title, groups in panels.items()]
 
 
-def note(rows: Sequence[Row]) -> str:
-    if not any("torch_us" in row for row in rows):
+def note(rows: Sequence[Row], workload: StoreWorkload) -> str:
+    if "torch" not in workload.sides:
         return f"ours alone, since torch is not installed; `{INSTALL_TORCH}` to see PyTorch's beside it"
     return "us: the median of all calls; calls/s: of all clients together; a ratio above 1: ours is faster"
 
 
 def to_json(rows: Sequence[Row], workload: StoreWorkload) -> dict[str, Any]:
-    """Everything measured: microseconds, calls per second."""
     return workload.to_json(rows)

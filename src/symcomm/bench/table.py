@@ -14,9 +14,10 @@ from typing import Any
 
 import symcomm
 from symcomm.bench.pictures import Bars, Curves, Panel
-from symcomm.bench.run import OURS, PLACES, Case, Result
+from symcomm.bench.run import OURS, PLACES, Case, CaseResult
+from symcomm.memory.limits import format_bytes
 
-MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # how many times faster than the best MPI, and than Gloo, we mean to be
+MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # our goals: so many times as fast as the best MPI and as Gloo
 MISSED = "!"
 
 Table = tuple[str, list[str], list[list[str]]]  # title, column names, rows
@@ -37,7 +38,7 @@ def bandwidths(case: Case, seconds: float, world: int) -> tuple[float, float]:
     return algbw, algbw * bus_factor(case.collective, world)
 
 
-def pick(result: Result | None, best: bool) -> float | None:
+def pick(result: CaseResult | None, best: bool) -> float | None:
     """The time to show: the median, or the fastest repetition."""
     return None if result is None else result.fastest if best else result.seconds
 
@@ -56,14 +57,6 @@ def times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
-def short_size(nbytes: int) -> str:
-    """1048576 -> "1 MiB"; what is no round number stays in bytes."""
-    for factor, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= factor and nbytes % factor == 0:
-            return f"{nbytes // factor} {unit}"
-    return f"{nbytes} B"
-
-
 def ratio(theirs: float | None, ours: float | None) -> float | None:
     return theirs / ours if theirs and ours else None
 
@@ -71,15 +64,15 @@ def ratio(theirs: float | None, ours: float | None) -> float | None:
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
-def _by_case(results: Iterable[Result]) -> dict[Case, dict[str, Result]]:
-    found: dict[Case, dict[str, Result]] = {}
+def _by_case(results: Iterable[CaseResult]) -> dict[Case, dict[str, CaseResult]]:
+    found: dict[Case, dict[str, CaseResult]] = {}
     for result in results:
         found.setdefault(result.case, {})[result.series] = result
     return found
 
 
 def case_head(collective: str, kinds: Sequence[str], peers: Sequence[str]) -> list[str]:
-    """nccl-tests' columns, of the placements that the collective has, with the peers' times and ratios behind."""
+    """nccl-tests' columns for the collective's placements, then the peers' times and ratios."""
     head = ["size(B)", "count", "type", "redop", "root", "tensors"]
     for place in _places(collective):
         head += [f"{place}:time(us)", "algbw", "busbw", "#wrong"] if kinds else []
@@ -88,9 +81,9 @@ def case_head(collective: str, kinds: Sequence[str], peers: Sequence[str]) -> li
 
 
 def case_rows(
-    results: Sequence[Result], world: int, kinds: Sequence[str], peers: Sequence[str], best: bool
+    results: Sequence[CaseResult], world: int, kinds: Sequence[str], peers: Sequence[str], best: bool
 ) -> list[list[str]]:
-    """The lines of one size, one a kind of tensor; ``results`` are those of all its placements."""
+    """The rows of one size, one for each kind of tensor; ``results`` has all placements."""
     found = _by_case(results)
     return [_case_row(found, world, kind, peers, best) for kind in kinds or ("",)]
 
@@ -100,7 +93,7 @@ def _places(collective: str) -> list[str]:
 
 
 def _case_row(
-    found: dict[Case, dict[str, Result]], world: int, kind: str, peers: Sequence[str], best: bool
+    found: dict[Case, dict[str, CaseResult]], world: int, kind: str, peers: Sequence[str], best: bool
 ) -> list[str]:
     """One size: what both placements share, then out of place, then in place."""
     case = next(iter(found))
@@ -123,7 +116,7 @@ def _labels(case: Case) -> list[str]:
     return [dtype, case.op if reducing else "none", str(case.root) if rooted else "-1"]
 
 
-def _our_cells(result: Result | None, seconds: float | None, world: int) -> list[str]:
+def _our_cells(result: CaseResult | None, seconds: float | None, world: int) -> list[str]:
     if result is None or seconds is None:
         return ["-", "-", "-", "-"]
     algbw, busbw = bandwidths(result.case, seconds, world)
@@ -139,11 +132,11 @@ def summary_head(kinds: Sequence[str], peers: Sequence[str]) -> list[str]:
     return head
 
 
-def summary_row(results: Sequence[Result], kinds: Sequence[str], peers: Sequence[str], best: bool) -> list[str]:
+def summary_row(results: Sequence[CaseResult], kinds: Sequence[str], peers: Sequence[str], best: bool) -> list[str]:
     """One collective and size, from all results of a case."""
     case, found = results[0].case, {result.series: result for result in results}
     seconds = {name: pick(found.get(name), best) for name in (*kinds, *peers)}
-    row = [case.collective, "" if case.collective == "barrier" else short_size(case.nbytes)]
+    row = [case.collective, "" if case.collective == "barrier" else format_bytes(case.nbytes)]
     for name in (*kinds, *peers):
         wrong = found[name].wrong if name in found else None
         row.append(microseconds(seconds[name]) + (f" WRONG:{wrong}" if wrong else ""))
@@ -164,7 +157,7 @@ def _markdown_row(row: Sequence[str]) -> str:
 
 
 class GrowingTable:
-    """A table that is printed line by line, so that widths are given by what usually comes, or by rows ``like`` it."""
+    """A table printed row by row. Column widths come from usual contents, or from rows ``like`` it."""
 
     WIDEST = MappingProxyType({
         "call": 26, "collective": 14, "count": 10, "graph": 10, "method": 20, "model": 12, "operation": 10, "side": 20,
@@ -189,22 +182,22 @@ class GrowingTable:
         return "  ".join(word.rjust(width) for word, width in zip(row, self._widths, strict=True))
 
 
-def reasons(results: Iterable[Result]) -> list[str]:
-    """Why a dash is a dash, each reason once."""
+def reasons(results: Iterable[CaseResult]) -> list[str]:
+    """Why each dash is a dash, each reason once."""
     return list(dict.fromkeys(f"{r.series}, {r.case.collective}: {r.reason}" for r in results if r.reason))
 
 
-def ways(results: Iterable[Result]) -> str:
-    """Which way our calls took; a warning where some were not left to the core, whose times those are not."""
+def ways(results: Iterable[CaseResult]) -> str:
+    """Which path our calls took, as a warning if Python made some of them: then those times are not the core's."""
     counted = [r for r in results if r.calls]
     slow = [r for r in counted if r.long]
     if not counted:
         return ""
     total = sum(r.calls for r in counted)
     if not slow:
-        return f"way: all {total:,} timed calls of ours took the short way"
-    where = ", ".join(dict.fromkeys(f"{r.case.collective} of {short_size(r.case.nbytes)}" for r in slow))
-    return f"WARNING: {sum(r.long for r in slow):,} of {total:,} timed calls took the long way through Python: {where}"
+        return f"way: all {total:,} timed calls of ours took the fast path"
+    where = ", ".join(dict.fromkeys(f"{r.case.collective} of {format_bytes(r.case.nbytes)}" for r in slow))
+    return f"WARNING: {sum(r.long for r in slow):,} of {total:,} timed calls took the slow path through Python: {where}"
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -220,7 +213,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def to_json(results: Sequence[Result], world: int, pinned: bool) -> dict[str, Any]:
+def to_json(results: Sequence[CaseResult], world: int, pinned: bool) -> dict[str, Any]:
     """Everything measured. Times are microseconds of one call, bandwidths GB/s."""
     rows = []
     for result in results:
@@ -244,14 +237,14 @@ def to_json(results: Sequence[Result], world: int, pinned: bool) -> dict[str, An
 
 
 def over_size(title: str, y: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> Panel:
-    """Measurement over sizes, both axes logarithmic; bars for what has no size, a barrier."""
+    """Lines over sizes, both axes logarithmic; bars for a barrier, which has no size."""
     if not any(nbytes for points in lines.values() for nbytes, _ in points):
         return Bars(title, y, {"": {name: value for name, points in lines.items() for _, value in points}})
-    return Curves(title, "size", y, lines, tick=short_size)
+    return Curves(title, "size", y, lines, tick=format_bytes)
 
 
-def picture(results: Sequence[Result], series: Sequence[str], best: bool) -> list[Panel]:
-    """Time over size, one panel per collective, of the form that a summary shows."""
+def picture(results: Sequence[CaseResult], series: Sequence[str], best: bool) -> list[Panel]:
+    """Time over size, one panel per collective, of the placement that a summary shows."""
     panels = []
     for collective in dict.fromkeys(result.case.collective for result in results):
         mine = [result for result in results if result.case.collective == collective]

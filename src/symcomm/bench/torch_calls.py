@@ -1,8 +1,8 @@
-"""``symcomm bench torch``: what small calls of torch.distributed take, by each way that a call can go.
+"""``symcomm bench torch``: how long small calls of torch.distributed take, on each path that a call can go.
 
-Ways: a group of ours called directly; a group of ours that one of torch's hooks watches, where a call goes through C++
-and the Backend inside (torch 2.14 and newer); torch's own Gloo. Other environments, with another version of torch, can
-take part: all take turns in one run.
+Paths: a group of ours called directly; a group of ours that one of torch's hooks watches, so that calls go through C++
+and the Backend inside (torch 2.14 and newer); torch's own Gloo. Environments with other versions of torch can take
+turns in the same run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Measurement, TurnsWorkload, has_core_each, in_turns, pick
+from symcomm.bench.frame import Asked, Measurement, TurnsWorkload, has_core_each, in_turns, pick
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Side, Tick, open_sides, quiet
+from symcomm.bench.run import Seen, Side, Tick, open_sides, quiet
 from symcomm.bench.torch_calls_worker import CALLS, WAYS
 
 WORKER = "symcomm.bench.torch_calls_worker"
@@ -26,7 +26,7 @@ WORKER = "symcomm.bench.torch_calls_worker"
 
 @dataclass(frozen=True)
 class TorchWorkload(TurnsWorkload):
-    """A step is a call of every kind; in every environment."""
+    """A step is a call of every kind in every environment."""
 
     rounds: int = 15
     steps: int = 300
@@ -43,7 +43,7 @@ class TorchWorkload(TurnsWorkload):
 
 @dataclass
 class TorchMeasurement(Measurement):
-    """One way in one environment. ``turns``: call -> seconds of one, the slowest rank's, once for every turn."""
+    """One path in one environment. ``turns``: call -> seconds, the slowest rank's in each turn."""
 
     torch: str
     way: str
@@ -52,6 +52,13 @@ class TorchMeasurement(Measurement):
 
     def of(self, call: str, best: bool = False) -> float:
         return pick(self.turns[call], best)
+
+
+QUICK = {"rounds": 3, "steps": 50}
+
+
+def ask(asked: Asked) -> TorchWorkload:
+    return asked.workload(TorchWorkload, QUICK, pythons=find_pythons(asked.python))
 
 
 def find_pythons(text: str) -> tuple[str, ...]:
@@ -66,20 +73,18 @@ def find_pythons(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def run_torch_bench(workload: TorchWorkload, tick: Tick = quiet) -> list[TorchMeasurement]:
-    """Measure every way in every environment."""
+def run_torch_bench(workload: TorchWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[TorchMeasurement]:
     names = {f"torch{i}": python for i, python in enumerate(workload.pythons)}
     with open_sides(list(names), workload.ranks, workload.pinned, WORKER, pythons=names) as sides:
-        found = [(side, figures) for side in sides.values() for figures in _ways_of(side)]
+        starting = {side: side.ask("starting", {"do": "prepare"})[0] for side in sides.values()}
+        found = [
+            (side, TorchMeasurement(facts["torch"], way))
+            for side, facts in starting.items() for way in WAYS if way in facts["ways"]
+        ]  # fmt: skip
         for side, figures in in_turns(found, workload.rounds):
             _measure(side, figures, workload.steps)
             tick(f"torch {figures.torch}, {WAYS[figures.way]}")
     return [figures for _, figures in found]
-
-
-def _ways_of(side: Side) -> list[TorchMeasurement]:
-    facts = side.ask("starting", {"do": "prepare"})[0]
-    return [TorchMeasurement(facts["torch"], way) for way in WAYS if way in facts["ways"]]
 
 
 def _measure(side: Side, figures: TorchMeasurement, steps: int) -> None:
@@ -103,17 +108,16 @@ def picture(found: Sequence[TorchMeasurement], workload: TorchWorkload, best: bo
     return [Bars("small calls of torch.distributed", "microseconds", groups, logarithmic=True)]
 
 
-def note(found: Sequence[TorchMeasurement]) -> str:
+def note(found: Sequence[TorchMeasurement], workload: TorchWorkload) -> str:
     units = "us: one call of dist.*, of the slowest rank; asynchronous calls include their wait"
     blocking = [(f, call) for f in found for call, what in CALLS.items() if not (what and what[1])]
     slow = [f"{call} ({WAYS[f.way]}, torch {f.torch})" for f, call in blocking if f.long[call]]
     if slow:
-        return f"{units}\n# WARNING: calls took the long way through Python: {', '.join(slow)}"
-    return f"{units}\n# way: all blocking calls of ours took the short way"
+        return f"{units}\n# WARNING: calls took the slow path through Python: {', '.join(slow)}"
+    return f"{units}\n# way: all blocking calls of ours took the fast path"
 
 
 def to_json(found: Sequence[TorchMeasurement], workload: TorchWorkload) -> dict[str, Any]:
-    """Everything measured, in microseconds."""
     rows = [
         {
             "torch": f.torch, "way": f.way, "call": call, "us": f.of(call) * 1e6,

@@ -2,7 +2,7 @@
 
 order      answer
 prepare    {"torch": its version, "ways": those that this torch has}
-time       {"seconds": of one call, "long": calls that took the long way through Python}
+time       {"seconds": of one call, "long": calls that took the slow path through Python}
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARMUP = 20
 
 
 class Groups:
-    """The same ranks in one group for each way."""
+    """The same ranks in one group for each path."""
 
     def __init__(self, args: SimpleNamespace) -> None:
         import torch
@@ -61,7 +61,7 @@ class Groups:
         return {"seconds": seconds_of(run, steps), "long": self.long_calls(way) - before}
 
     def long_calls(self, way: str) -> int:
-        """How many calls Python has planned so far; 0 where a library does not tell."""
+        """How many calls Python has planned so far; 0 if a library does not say."""
         count = getattr(self.by_way[way], "call_stats", None)
         return count()["collectives"]["long"] if count else 0
 

@@ -18,14 +18,14 @@ from symcomm.bench.worker import GROUP_TIMEOUT
 
 
 def read_plan() -> dict[str, Any]:
-    """What a rank is told that runs the whole plan by itself; see ``start_ranks`` in whereabouts.py."""
+    """The plan for a rank that runs all of it by itself; see ``start_ranks`` in whereabouts.py."""
     faulthandler.register(signal.SIGUSR1, 2, all_threads=False)  # asks where this rank is
     plan: dict[str, Any] = json.loads(sys.argv[-1])
     return plan
 
 
 def say(what: Any) -> None:
-    """The first rank writes for all of them: words on its progress, or what it found, as JSON."""
+    """Rank 0 writes for all: progress in words, or results as JSON."""
     if os.environ["RANK"] == "0":
         print(what if isinstance(what, str) else json.dumps(what), flush=True)
 
@@ -45,7 +45,7 @@ def join(backend: str, args: SimpleNamespace, store: Any = None) -> Any:
 
 
 def data_parallel(ours: bool, module: Any) -> Any:
-    """Symcomm's, or torch's with gradients in the buckets, as ours has them: torch's faster way."""
+    """Symcomm's, or torch's with gradients in the buckets, torch's faster mode."""
     if ours:
         from symcomm.ddp import DistributedDataParallel
 
@@ -56,7 +56,7 @@ def data_parallel(ours: bool, module: Any) -> Any:
 
 
 def time_steps(barrier: Callable[[], Any], step: Callable[[], Any], steps: int) -> dict[str, list[float]]:
-    """Seconds of each step, after one that is not counted."""
+    """Seconds of each step; a first one is not counted."""
     gc.collect()
     barrier()
     step()

@@ -19,9 +19,9 @@ from pathlib import Path
 from symcomm import errors
 
 ASK = signal.SIGUSR1
-SLOW = 15.0  # seconds of silence until that is worth a word
+SLOW = 15.0  # seconds of silence before we mention it
 ANSWER_S = 2.0  # for one rank to write its stack
-MOST_LINES = 12  # of a stack, the innermost
+MOST_LINES = 12  # the innermost frames of a stack
 
 
 def where_are(pids: Mapping[str, int], log: Path) -> str:
@@ -52,7 +52,7 @@ def lines_of(what: str, ranks: Sequence[subprocess.Popen[str]], log: Path, secon
 
 
 def read_lines(rank: subprocess.Popen[str]) -> queue.SimpleQueue[str | None]:
-    """What it writes, line by line, as it comes; None at its end."""
+    """What it writes, line by line as it comes; None at its end."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -103,7 +103,7 @@ def _where_is(pid: int, log: Path) -> str:
 
 
 def _await_stack(log: Path, start: int) -> str:
-    """What has been written since, once no more comes."""
+    """What was written since ``start``, once no more comes."""
     end, size = time.monotonic() + ANSWER_S, start
     while time.monotonic() < end:
         time.sleep(0.1)

@@ -33,7 +33,7 @@ from typing import Any
 
 ONE_SIDED = ("put", "put_signal")  # rank 0 writes into rank 1's window; both write to each other, and wait
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
-GROUP_TIMEOUT = 60.0  # seconds; the controller's deadlines are longer, so the side itself speaks first
+GROUP_TIMEOUT = 60.0  # seconds; less than the controller's deadlines, so that the side reports first
 
 # MPI knows no 16-bit floats: their bytes travel as uint16 where nothing is reduced.
 MPI_DTYPES = {
@@ -46,8 +46,8 @@ class Unsupported(Exception):
     """This side has no such call, dtype or operation."""
 
 
-PART = 1 << 18  # elements of a result that are compared at once: what stays in a cache
-PERIOD = 10  # of the values of all ranks, and of what becomes of them
+PART = 1 << 18  # elements compared at once, few enough for a cache
+PERIOD = 10  # after which the values repeat, and so do results
 
 
 def values(np: Any, rank: int, start: int, count: int, op: str) -> Any:
@@ -94,9 +94,9 @@ def expected(np: Any, rank: int, case: SimpleNamespace) -> Any:
 
 
 class TorchSide:
-    """What Symcomm and Gloo share: torch tensors, and collectives of which some only work in place."""
+    """Symcomm and Gloo: torch tensors, and collectives of which some only work in place."""
 
-    reduce_scatter: str  # what the library calls it
+    reduce_scatter: str  # the library's name for it
     all_gather: str
 
     def __init__(self, library: Any, ops: Any, rank: int, world: int) -> None:
@@ -115,7 +115,7 @@ class TorchSide:
         raise Unsupported("it has no windows")
 
     def ways(self) -> dict[str, int]:
-        """How many calls took the long way, and how many there were; empty where a library does not tell."""
+        """How many calls took the slow path, and how many there were; empty if a library does not say."""
         return {}
 
     def assign(self, tensor: Any, numbers: Any) -> None:
@@ -167,7 +167,7 @@ class TorchSide:
 
 
 def after_copy(copy: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """An out-of-place call from one that works in place: what a program has to write, a copy first."""
+    """An out-of-place call from an in-place one: a copy first, as a program would write it."""
 
     def both() -> None:
         copy()
@@ -190,7 +190,7 @@ class SymcommSide(TorchSide):
 
     @classmethod
     def joined(cls, args: SimpleNamespace) -> SymcommSide:
-        os.environ["SYMCOMM_HEAP"] = "1"  # torch, which is imported next, reads it; only series "heap" takes from there
+        os.environ["SYMCOMM_HEAP"] = "1"  # torch reads it when it is imported; only series "heap" uses that memory
         import symcomm
 
         store = symcomm.FileStore(args.store, args.world)
@@ -348,7 +348,7 @@ class MPISide:
         return None if array is None else [array, getattr(self.MPI, MPI_DTYPES[str(array.dtype)])]
 
     def scattered(self, case: SimpleNamespace, source: Any, result: Any) -> tuple[Any, Any]:
-        """In place, MPI leaves the result at the front of the input, wherever we are."""
+        """In place, MPI leaves the result at the front of the input, on every rank."""
         if case.in_place:
             return self.MPI.IN_PLACE, self.describe(source)
         return self.describe(source), self.describe(result)
@@ -367,7 +367,7 @@ def nothing() -> None:
 
 
 def ping_pong(rank: int, send: Callable[..., Any], recv: Callable[..., Any]) -> Callable[..., Any]:
-    """A message there and one back between ranks 0 and 1; the others have nothing to do."""
+    """A message there and one back between ranks 0 and 1; other ranks do nothing."""
     peer = 1 - rank
 
     def ping() -> None:
@@ -420,7 +420,7 @@ class Bench:
         return (None if no_source else result[mine] if wide_result else result), result
 
     def fill(self) -> None:
-        """Give the input its values, and the result others, so that a call that does nothing is noticed."""
+        """Give the input its values, and the result others, so that we notice a call that does nothing."""
         case = self.case
         if self.result is not None:
             self.side.assign(self.result, self.np.full(len(self.result), 9, self.np.int64))
@@ -429,12 +429,12 @@ class Bench:
         self.zeroed = False
 
     def check(self) -> int:
-        """Make the call once on known values; how many elements of the result are wrong."""
+        """Make the call once on known values; returns how many elements of the result are wrong."""
         self.fill()
         self.side.barrier()
         self.call()
         if self.case.collective == "put":
-            self.side.barrier()  # the rank that is written to does not know when
+            self.side.barrier()  # the target does not know when the put is over
         right = expected(self.np, self.side.rank, self.case)
         if right is None:
             return 0
@@ -478,7 +478,7 @@ class Bench:
         return 2 if self.case.collective in ("p2p", "put_signal") else 1
 
     def sample(self, calls: int) -> dict[str, float]:
-        """Time every single call; what the median one took, and what only one in a hundred exceeds."""
+        """Time every single call; returns the median and the 99th percentile."""
         self.clear()
         call, now = self.call, time.perf_counter_ns
         took = []
@@ -496,13 +496,13 @@ class Bench:
         return {"median": median, "p99": p99, "total": before - start}
 
     def close(self) -> None:
-        """Every rank does so."""
+        """Collective."""
         if self.case.collective in ONE_SIDED:
             self.side.close_window(self.case)
 
 
 def die_with(connection: socket.socket) -> None:
-    """End this process when the controller is gone, even inside a call that would never return."""
+    """End this process when the controller is gone, even inside a call that never returns."""
 
     def watch() -> None:
         poll = select.poll()
@@ -514,7 +514,7 @@ def die_with(connection: socket.socket) -> None:
 
 
 class Orders:
-    """What the controller can ask of a rank: the table at the top."""
+    """The orders in the table at the top."""
 
     def __init__(self, args: SimpleNamespace):
         self.side = SIDES[args.name](args)
@@ -522,7 +522,7 @@ class Orders:
         self.cases: dict[int, Bench] = {}
         if args.pinned:
             pin(self.side.rank, self.side.world)
-        gc.freeze()  # what is loaded by now stays: collecting after each case need not look at it
+        gc.freeze()  # what is loaded by now stays, so collections after each case skip it
         gc.disable()
 
     def prepare(self, case: int, spec: dict[str, Any]) -> dict[str, Any]:
@@ -560,7 +560,7 @@ class Orders:
 
 
 def pin(rank: int, world: int) -> None:
-    """Keep the calling thread on a core of its own, if there are enough; a library's helper threads stay free."""
+    """Keep the calling thread on a core of its own, if there are enough; helper threads of libraries stay free."""
     cores = sorted(os.sched_getaffinity(0))
     if world <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})

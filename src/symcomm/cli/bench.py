@@ -9,46 +9,125 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from symcomm import errors
 from symcomm.bench import pictures
 from symcomm.bench import table as bench_table
-from symcomm.bench.estimate import Estimate, in_words
+from symcomm.bench.estimate import TimeLeft, in_words
+from symcomm.bench.frame import Asked, check_numbers
 from symcomm.bench.peers import parse_peers, setup_peers
-from symcomm.bench.run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
-from symcomm.cli import bench_options as options
-from symcomm.cli.bench_options import COLLECTIVES, DTYPES, ONE_SIDED, OPS, OTHERS
-from symcomm.cli.command import LATE, Command
+from symcomm.bench.run import OURS, PLACES, Case, CaseResult, Effort, make_cases, measure, open_sides
+from symcomm.cli.command import LATE, Command, argument, flag, option
 from symcomm.cli.progress import progress
-from symcomm.collectives.limits import Limits
-from symcomm.preflight import check_cache_directory, check_output_file, has_torch, need_torch
+from symcomm.memory.limits import format_bytes
+from symcomm.preflight import check_output_file, need_torch
+from symcomm.simulate.units import parse_bytes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
+# --- options -----------------------------------------------------------------------------------------------------
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+    "p2p",
+)  # fmt: skip
+ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
+# Each in a file of its own.
+OTHERS = ("store", "kernels", "attach", "groups", "ddp", "compile", "gpu", "hosts", "noise", "sites", "torch", "llm")
+DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
+OPS = ("sum", "prod", "min", "max", "avg")
+
+Collective = Annotated[
+    str,
+    argument(
+        "WHAT",
+        f"One of {', '.join(COLLECTIVES)}, all, window, {', '.join(OTHERS)}.",
+        *COLLECTIVES,
+        "all",
+        "window",
+        *OTHERS,
+    ),
+]
+Minbytes = Annotated[str, option("-b --minbytes", "SIZE", "Smallest size.")]
+Maxbytes = Annotated[str, option("-e --maxbytes", "SIZE", "Largest size.")]
+Factor = Annotated[int, option("-f --stepfactor", "N", "Each size is N times the last.")]
+Step = Annotated[str, option("-i --stepbytes", "SIZE", "Add this instead.")]
+Dtype = Annotated[str, option("-d --datatype", "TYPE", "Element type, torch's name or NCCL's.", *DTYPES)]
+Op = Annotated[str, option("-o --op", "OP", "sum, prod, min, max or avg.", *OPS)]
+Root = Annotated[int, option("-r --root", "RANK", "Root of broadcast, reduce, gather, scatter.")]
+Iters = Annotated[int, option("-n --iters", "N", "Calls per repetition. [default: what fills 25 ms]")]
+Warmup = Annotated[int, option("-w --warmup", "N", "Calls before timing.")]
+Check = Annotated[int, option("-c --check", "0|1", "Check values before timing.")]
+Ranks = Annotated[
+    int | None,
+    option(
+        "--ranks",
+        "N",
+        "Ranks on each side; hosts, sites: of each; kernels: sources. "
+        "[default: 2; sites: 1; attach: cores, 16 at most; llm: 2, then 4]",
+    ),
+]
+Rounds = Annotated[
+    int | None,
+    option(
+        "--rounds",
+        "N",
+        "Turns that the sides take. "
+        "[default: 3; kernels, llm: 7; attach: 9; ddp, compile, groups: 10; hosts: 5; torch: 15]",
+    ),
+]
+Symmetric = Annotated[bool, flag("--symmetric", "Only tensors in symmetric memory.")]
+Ordinary = Annotated[bool, flag("--ordinary", "Only ordinary tensors.")]
+Heap = Annotated[bool, flag("--heap", "Also ordinary tensors that lie in the shared heap (SYMCOMM_HEAP=1).")]
+Against = Annotated[
+    str,
+    option(
+        "--against",
+        "NAMES",
+        "Also measure gloo, mpich, openmpi (with commas); noise: the MPIs there.",
+        "gloo",
+        "mpich",
+        "openmpi",
+    ),
+]
+Collectives = Annotated[
+    str,
+    option(
+        "--collectives",
+        "NAMES",
+        "hosts: which, with commas, or all but p2p: all.",
+        *(name for name in COLLECTIVES if name != "p2p"),
+        "all",
+    ),
+]
+Neighbours = Annotated[
+    str, option("--neighbours", "KINDS", "noise: none or PERCENT:MS, with commas: awake so much, in bursts so long.")
+]
+Python = Annotated[str, option("--python", "PATHS", "torch: interpreters with another torch, with commas.")]
+Layers = Annotated[int, option("--layers", "N", "llm: of the model. [default: 8]")]
+Width = Annotated[int, option("--width", "N", "llm: of the model, a multiple of 256. [default: 1024]")]
+Batch = Annotated[int, option("--batch", "N", "llm: texts at once. [default: 1]")]
+Quick = Annotated[bool, flag("--quick", "Seven sizes, short repetitions, one summary.")]
+Best = Annotated[bool, flag("--best", "Show fastest repetitions: for noisy machines.")]
+Pin = Annotated[bool, flag("--pin/--no-pin", "Keep each rank, of every side, on a core of its own if it can.")]
+Markdown = Annotated[bool, flag("--markdown", "Print tables as Markdown.")]
+JsonFile = Annotated[Path | None, option("--json", "FILE", "Write all figures there.")]
+PlotFile = Annotated[Path | None, option("--plot", "FILE", "Draw them: .png or .svg.")]
+Setup = Annotated[bool, flag("--setup-peers", "Install the MPIs to measure against.")]
+
+FAMILIES = {"all": COLLECTIVES, "window": ONE_SIDED}
+WITHOUT_TORCH = ("store", "kernels")
 NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-# Whole programs: turns of a quick run, steps of each
-PROGRAMS = {"ddp": (4, 2), "compile": (4, 10), "groups": (4, 10), "hosts": (3, 1), "torch": (3, 50)}
-BY_PARTS = ("ddp", "compile", "hosts", "sites", "store", "gpu")  # programs of which some rows are known before others
-FAMILIES = {"all": COLLECTIVES, "window": ONE_SIDED}
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 
 
 # --- reading options ---------------------------------------------------------------------------------------------
-
-
-def parse_size(option: str, text: str) -> int:
-    """``8``, ``64K``, ``64M``, ``1G`` -> bytes."""
-    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    digits, factor = (text[:-1], factors[text[-1].upper()]) if text[-1:].upper() in factors else (text, 1)
-    if not digits.isdigit() or int(digits) == 0:
-        raise errors.bad_argument("symcomm bench", option, text, "a number of bytes such as 8, 64K, 64M or 1G")
-    return int(digits) * factor
 
 
 def sizes_between(low: int, high: int, factor: int, step: int) -> list[int]:
@@ -65,17 +144,16 @@ def sizes_between(low: int, high: int, factor: int, step: int) -> list[int]:
     return sizes
 
 
-def check_choice(option: str, value: str, allowed: Sequence[str]) -> str:
+def pick_sizes(minbytes: str, maxbytes: str, factor: int, step: str, quick: bool) -> list[int]:
+    given = (("--minbytes", minbytes), ("--maxbytes", maxbytes), ("--stepbytes", step))
+    low, high, more = (parse_bytes("symcomm bench", option, text) if text else 0 for option, text in given)
+    sizes = sizes_between(low, high, factor, more)
+    return [size for size in QUICK_SIZES if low <= size <= high] if quick else sizes
+
+
+def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise errors.bad_choice("symcomm bench", option, value, allowed)
-    return value
-
-
-def pick_collectives(text: str) -> tuple[str, ...]:
-    """Names of collectives that ``hosts`` can measure, with commas between them, or ``all``."""
-    allowed = [name for name in COLLECTIVES if name != "p2p"]
-    names = [name.strip() for name in text.split(",")]
-    return tuple(allowed if names == ["all"] else (check_choice("--collectives", n, [*allowed, "all"]) for n in names))
 
 
 @dataclass(frozen=True)
@@ -104,19 +182,17 @@ class Wanted:
         if self.plot_file:
             pictures.check_picture("symcomm bench", "--plot", self.plot_file)
 
-    def write(self, module: Any, found: Sequence[Any], workload: Any, heading: str) -> None:
-        """Write the files that were asked for."""
+    def write(self, heading: str, to_json: Callable[[], Any], picture: Callable[[], Sequence[pictures.Panel]]) -> None:
         if self.json_file:
-            self.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
-        if self.plot_file:
-            pictures.draw(self.plot_file, heading, module.picture(found, workload, self.best))
+            self.json_file.write_text(json.dumps(to_json(), indent=1) + "\n")
+        if self.plot_file and (panels := picture()):
+            pictures.draw(self.plot_file, heading, panels)
 
 
 @dataclass
 class Question:
     """What was asked, checked."""
 
-    collectives: list[str]
     cases: list[Case]
     world: int
     kinds: list[str]
@@ -129,12 +205,6 @@ class Question:
         return [*self.kinds, *self.peers]
 
 
-def pick_sizes(minbytes: str, maxbytes: str, factor: int, step: str, quick: bool) -> list[int]:
-    low, high = parse_size("--minbytes", minbytes), parse_size("--maxbytes", maxbytes)
-    sizes = sizes_between(low, high, factor, parse_size("--stepbytes", step) if step else 0)
-    return [size for size in QUICK_SIZES if low <= size <= high] if quick else sizes
-
-
 def make_question(
     what: What, sizes: list[int], world: int, kinds: list[str], against: str, effort: Effort, *, pin: bool,
     one_place: bool,
@@ -142,10 +212,10 @@ def make_question(
     check_choice("WHAT", what.collective, [*COLLECTIVES, *FAMILIES, *OTHERS])
     check_choice("--datatype", what.dtype, DTYPES)
     check_choice("--op", what.op, OPS)
-    names = list(FAMILIES.get(what.collective, [what.collective]))
+    names = FAMILIES.get(what.collective, (what.collective,))
     cases = [case for n in names for case in make_cases(n, sizes, world, what.dtype, what.op, what.root, one_place)]
     pinned = pin and world <= len(os.sched_getaffinity(0))
-    return Question(names, cases, world, kinds, parse_peers(against), effort, pinned)
+    return Question(cases, world, kinds, parse_peers(against), effort, pinned)
 
 
 # --- running -----------------------------------------------------------------------------------------------------
@@ -159,10 +229,9 @@ class Report:
         self._summary, self._markdown, self._best = summary, markdown, best
         self._table: bench_table.GrowingTable | None = None
         self._collective = ""
-        self._unshown: list[Result] = []  # of a size whose placements are not all measured yet
+        self._unshown: list[CaseResult] = []  # of a size whose placements are not all measured yet
 
-    def add(self, results: list[Result]) -> None:
-        """The results of one case."""
+    def add(self, results: list[CaseResult]) -> None:
         kinds, peers = self._question.kinds, self._question.peers
         collective = results[0].case.collective
         if self._summary:
@@ -186,34 +255,26 @@ class Report:
         return bench_table.GrowingTable(title, head, self._say, markdown=self._markdown)
 
 
-def tell_time(question: Question, estimate: Estimate) -> None:
-    rows = f"{len(question.cases)} measurements of {' and '.join(question.series)}"
-    print(f"# {rows}, about {in_words(estimate.seconds_left())}", file=sys.stderr, flush=True)
-
-
-def run(question: Question, *, summary: bool, markdown: bool, best: bool) -> list[Result]:
-    """Measure every case on every series, and print lines as they come."""
-    results: list[Result] = []
+def run(question: Question, *, summary: bool, markdown: bool, best: bool) -> list[CaseResult]:
+    """Measure every case on every series, and print rows as they come."""
+    results: list[CaseResult] = []
     turns = len(question.cases) * len(question.series) * question.effort.rounds
     sides = [*(["symcomm"] if question.kinds else []), *question.peers]
-    estimate = Estimate(question.cases, len(question.series), question.effort)
-    tell_time(question, estimate)
+    estimate = TimeLeft(question.cases, len(question.series), question.effort)
+    rows = f"{len(question.cases)} measurements of {' and '.join(question.series)}"
+    print(f"# {rows}, about {in_words(estimate.seconds_left())}", file=sys.stderr, flush=True)
     with progress(turns, estimate.seconds_left) as bar, open_sides(sides, question.world, question.pinned) as opened:
-        print_head(question, bar.say, best=best)
+        what = "fastest repetition" if best else "median of repetitions"
+        bar.say(f"# {question.world} ranks, {on_cores(question.pinned)}; {what}\n")
         report = Report(question, bar.say, summary=summary, markdown=markdown, best=best)
         for case in question.cases:
-            advance = functools.partial(bar, f"{case.collective} {bench_table.short_size(case.nbytes)}")
+            advance = functools.partial(bar, f"{case.collective} {format_bytes(case.nbytes)}")
             begun = time.monotonic()
             found = measure(opened, case, question.series, question.effort, advance)
             estimate.took(time.monotonic() - begun)
             report.add(found)
             results += found
     return results
-
-
-def print_head(question: Question, say: Callable[[str], None], *, best: bool) -> None:
-    what = "fastest repetition" if best else "median of repetitions"
-    say(f"# {question.world} ranks, {on_cores(question.pinned)}; {what}\n")
 
 
 def load() -> str:
@@ -225,7 +286,7 @@ def on_cores(pinned: bool) -> str:
     return f"{'pinned to' if pinned else 'free on'} {facts['cores']} cores, {facts['system']}"
 
 
-def print_foot(question: Question, results: list[Result], *, summary: bool) -> None:
+def print_foot(question: Question, results: list[CaseResult], *, summary: bool) -> None:
     print(f"# {load()} when done")
     for reason in bench_table.reasons(results):
         print(f"# -: {reason}")
@@ -240,22 +301,23 @@ def print_foot(question: Question, results: list[Result], *, summary: bool) -> N
 
 
 def answer(question: Question, wanted: Wanted, *, summary: bool) -> None:
-    """Measure, print, write."""
     results = run(question, summary=summary, markdown=wanted.markdown, best=wanted.best)
     print_foot(question, results, summary=summary)
-    if wanted.json_file:
-        found = bench_table.to_json(results, question.world, question.pinned)
-        wanted.json_file.write_text(json.dumps(found, indent=1) + "\n")
-    if wanted.plot_file and (panels := bench_table.picture(results, question.series, wanted.best)):
-        heading = f"{question.world} ranks on {os.uname().nodename}: time of one call, lower is better"
-        pictures.draw(wanted.plot_file, heading, panels)
+    wanted.write(
+        f"{question.world} ranks on {os.uname().nodename}: time of one call, lower is better",
+        lambda: bench_table.to_json(results, question.world, question.pinned),
+        lambda: bench_table.picture(results, question.series, wanted.best),
+    )
     if any(result.stood_still for result in results):
         raise typer.Exit(LATE)
 
 
-def bench_program(name: str, workload: Any, wanted: Wanted, how: str = "") -> None:
-    """Measure with a module of its own, which says what there is to see; ``how`` the figures came about. Rows are
-    printed as soon as they are known; where all sides take turns to the end, that is then."""
+def _module_of(name: str) -> Any:
+    return importlib.import_module(f"symcomm.bench.{'torch_calls' if name == 'torch' else name}")
+
+
+def bench_program(name: str, workload: Any, wanted: Wanted) -> None:
+    """Measure with a program's module. Rows are printed as soon as they are known."""
     module = _module_of(name)
     table: bench_table.GrowingTable | None = None
     shown = 0
@@ -266,154 +328,25 @@ def bench_program(name: str, workload: Any, wanted: Wanted, how: str = "") -> No
             nonlocal table, shown
             title, head, rows = module.as_table(found, workload, wanted.best)
             if table is None:
+                how = workload.how(wanted.best)
                 bar.say(f"# {on_cores(workload.pinned)}{how and '; '}{how}\n")
                 table = bench_table.GrowingTable(title, head, bar.say, markdown=wanted.markdown, like=rows)
             for row in rows[shown:]:
                 table.add(row)
             shown = len(rows)
 
-        found = getattr(module, f"run_{name}_bench")(workload, bar, *([show] if name in BY_PARTS else []))
+        found = getattr(module, f"run_{name}_bench")(workload, bar, show)
         show(found)
     print(f"# {load()} when done")
-    if note := module.note(found):
+    if note := module.note(found, workload):
         print(f"# {note}")
-    wanted.write(module, found, workload, module.as_table(found, workload, wanted.best)[0])
-
-
-def bench_turns(
-    name: str, ranks: int, rounds: int | None, iters: int, wanted: Wanted, *, quick: bool, collectives: str, python: str
-) -> None:
-    """Whole programs (training steps, compiled graphs) on several sides, which take turns. ``collectives`` are for
-    hosts, ``python`` is for torch."""
-    more: dict[str, Any] = {"collectives": pick_collectives(collectives)} if name == "hosts" else {}
-    if name == "torch":
-        more = {"pythons": _module_of("torch").find_pythons(python)}
-    _check_numbers(ranks, 0, iters, 0, rounds, name)
-    if name == "compile" and ranks not in (2, 4, 8):
-        raise errors.bad_argument("symcomm bench", "--ranks", ranks, "2, 4 or 8 for compile, which divides 8 heads")
-    need_torch(f"symcomm bench {name}")
-    usual = _workload_of(name, ranks, *PROGRAMS[name]) if quick else _workload_of(name, ranks)
-    workload = _workload_of(name, ranks, rounds or usual.rounds, iters or usual.steps, **more)
-    how = "fastest turn" if wanted.best else f"median of {workload.rounds} turns of {workload.steps} steps"
-    bench_program(name, workload, wanted, how)
-
-
-def bench_by_parts(name: str, ranks: int, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
-    """Training across a slow link, method after method; or ranks that share a GPU."""
-    _check_numbers(ranks, 0, 0, 0, rounds, name)
-    need_torch(f"symcomm bench {name}")
-    bench_program(name, _workload_of(name, ranks, **_pace(_module_of(name), rounds, quick)), wanted)
-
-
-def bench_noise(
-    ranks: int, rounds: int | None, neighbours: str, against: str, wanted: Wanted, *, quick: bool, pin: bool
-) -> None:
-    """With busy neighbours. It takes minutes, so every row is shown as soon as it is known."""
-    _check_numbers(ranks, 0, 0, 0, rounds, "noise")
-    module = _module_of("noise")
-    kinds, peers = module.parse_neighbours(neighbours), module.peers_at_hand(against, parse_peers)
-    need_torch("symcomm bench noise")
-    workload = _workload_of("noise", ranks, kinds, peers, pin=pin, **_pace(module, rounds, quick))
-    how = f"{load()} before; medians of {workload.rounds} turns of {workload.seconds:g} s"
-    title = f"{workload.ranks} ranks, {on_cores(workload.pinned)}, {how}"
-    with progress(workload.turns) as bar:
-        table = bench_table.GrowingTable(title, module.head(workload), bar.say, markdown=wanted.markdown)
-        found = module.run_noise_bench(workload, bar, lambda figures: table.add(module.row(figures, workload)))
-    if workload.peers:
-        goal = f"{bench_table.MISSED} marks what is below {bench_table.MPI_GOAL:g}x"
-        print(f"# ratios: the better MPI's time / our time; {goal}")
-    wanted.write(module, found, workload, "beside neighbours: time of one call, lower is better")
-
-
-def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: bool, **shape: int) -> None:
-    """A language model on CPUs. Rows are printed section by section: ways to run, numbers of ranks."""
-    _check_numbers(2 if ranks is None else ranks, 0, shape["tokens"], 0, rounds, "llm")
-    need_torch("symcomm bench llm")
-    module = _module_of("llm")
-    given = {name: value for name, value in shape.items() if value} | ({"worlds": (ranks,)} if ranks else {})
-    workload = _workload_of("llm", **_pace(module, rounds, quick) | given)
-    module.check(workload)
-    found = []
-    with progress(sum(len(section.sides) * workload.rounds for section in workload.sections)) as bar:
-        table = bench_table.GrowingTable(module.note(workload), module.HEAD, bar.say, markdown=wanted.markdown)
-        for section in workload.sections:
-            here = module.measure(section, workload, bar, bar.begin)
-            for figures in here:
-                table.add(module.row_of(figures, here, workload, wanted.best))
-            found += here
-    for reason in dict.fromkeys(f"{figures.side}: {figures.reason}" for figures in found if figures.reason):
-        print(f"# -: {reason}")
-    what = "fastest prompt and token" if wanted.best else f"median of {workload.rounds} turns"
-    print(f"# {on_cores(workload.pinned)}, {load()} when done; {what}")
-    print("# all sides wrote the same tokens")
-    wanted.write(module, found, workload, module.note(workload))
-
-
-def bench_store(wanted: Wanted, *, quick: bool) -> None:
-    """Against PyTorch's, if that is installed."""
-    module = _module_of("store")
-    sides = {"sides": tuple(module.SIDES) if has_torch() else ("ours",)}
-    bench_program("store", _workload_of("store", **sides | _pace(module, None, quick)), wanted)
-
-
-def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
-    """The reductions of the C core; a row is printed when it is measured."""
-    _check_numbers(sources, 0, 0, 0, rounds, "kernels")
-    module = _module_of("kernels")
-    workload = _workload_of("kernels", sources, sizes=module.buffer_sizes(sources), **_pace(module, rounds, quick))
-    found = _bench_row_by_row(module, workload, module.run_kernels_bench, wanted)
-    print(f"# {module.note(found)}")
-
-
-def bench_attach(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
-    """Copies or reads of peers' memory; stores which is faster, for later groups."""
-    module = _module_of("attach")
-    ranks = module.usual_ranks() if ranks is None else ranks
-    _check_numbers(ranks, 0, 0, 0, rounds, "attach")
-    if ranks > module.MOST_RANKS:
-        raise errors.bad_argument("symcomm bench", "--ranks", ranks, f"{module.MOST_RANKS} at most for attach")
-    need_torch("symcomm bench attach")
-    check_cache_directory("symcomm bench attach")
-    workload = _workload_of("attach", ranks, **_pace(module, rounds, quick))
-    found = _bench_row_by_row(module, workload, module.run_attach_bench, wanted)
-    print(f"# {module.note(found, workload)}")
-    print("# not kept: --quick is too rough" if quick else f"# kept in {module.keep(found, workload)}")
-
-
-def _bench_row_by_row(module: Any, workload: Any, measure_all: Callable[..., list[Any]], wanted: Wanted) -> list[Any]:
-    """A row is printed when it is measured."""
-    print(f"# {on_cores(workload.pinned)}, {load()}\n")
-    heading = module.title(workload)
-    with progress(workload.turns) as bar:
-        table = bench_table.GrowingTable(heading, module.head(workload), bar.say, markdown=wanted.markdown)
-        found = measure_all(workload, lambda row: table.add(module.cells(row)), bar)
-    wanted.write(module, found, workload, heading)
-    return found
-
-
-def _module_of(name: str) -> Any:
-    return importlib.import_module(f"symcomm.bench.{'torch_calls' if name == 'torch' else name}")
-
-
-def _workload_of(name: str, *args: Any, **facts: Any) -> Any:
-    return getattr(_module_of(name), f"{name.capitalize()}Workload")(*args, **facts)
-
-
-def _pace(module: Any, rounds: int | None, quick: bool) -> dict[str, Any]:
-    """What ``--quick`` and ``--rounds`` change of a workload."""
-    return (module.QUICK if quick else {}) | ({"rounds": rounds} if rounds else {})
-
-
-def bench_collective(
-    what: What, sizes: list[int], ranks: int, kinds: list[str], against: str, effort: Effort, wanted: Wanted, *,
-    pin: bool, quick: bool,
-) -> None:  # fmt: skip
-    _check_numbers(ranks, what.root, effort.iterations, effort.warmup, effort.rounds, what.collective)
-    if what.collective == "window":
-        kinds = kinds[:1]  # the place of the tensor that is put does not matter
-    question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
-    need_torch(f"symcomm bench {what.collective}")
-    answer(question, wanted, summary=quick)
+    if hasattr(module, "keep"):
+        print(f"# {module.keep(found, workload)}")
+    wanted.write(
+        module.as_table(found, workload, wanted.best)[0],
+        lambda: module.to_json(found, workload),
+        lambda: module.picture(found, workload, wanted.best),
+    )
 
 
 # --- the command -------------------------------------------------------------------------------------------------
@@ -421,36 +354,36 @@ def bench_collective(
 
 @app.command(name="bench", cls=Command)
 def bench(
-    collective: options.Collective = "all_reduce",
-    minbytes: options.Minbytes = "8",
-    maxbytes: options.Maxbytes = "64M",
-    factor: options.Factor = 2,
-    step: options.Step = "",
-    dtype: options.Dtype = "float32",
-    op: options.Op = "sum",
-    root: options.Root = 0,
-    iters: options.Iters = 0,
-    warmup: options.Warmup = 5,
-    check: options.Check = 1,
-    ranks: options.Ranks = None,
-    rounds: options.Rounds = None,
-    symmetric: options.Symmetric = False,
-    ordinary: options.Ordinary = False,
-    heap: options.Heap = False,
-    against: options.Against = "",
-    collectives: options.Collectives = "all_reduce",
-    neighbours: options.Neighbours = "none,2:1,10:1,25:4",
-    python: options.Python = "",
-    layers: options.Layers = 0,
-    width: options.Width = 0,
-    batch: options.Batch = 0,
-    quick: options.Quick = False,
-    best: options.Best = False,
-    pin: options.Pin = True,
-    markdown: options.Markdown = False,
-    json_file: options.JsonFile = None,
-    plot_file: options.PlotFile = None,
-    setup: options.Setup = False,
+    collective: Collective = "all_reduce",
+    minbytes: Minbytes = "8",
+    maxbytes: Maxbytes = "64M",
+    factor: Factor = 2,
+    step: Step = "",
+    dtype: Dtype = "float32",
+    op: Op = "sum",
+    root: Root = 0,
+    iters: Iters = 0,
+    warmup: Warmup = 5,
+    check: Check = 1,
+    ranks: Ranks = None,
+    rounds: Rounds = None,
+    symmetric: Symmetric = False,
+    ordinary: Ordinary = False,
+    heap: Heap = False,
+    against: Against = "",
+    collectives: Collectives = "all_reduce",
+    neighbours: Neighbours = "none,2:1,10:1,25:4",
+    python: Python = "",
+    layers: Layers = 0,
+    width: Width = 0,
+    batch: Batch = 0,
+    quick: Quick = False,
+    best: Best = False,
+    pin: Pin = True,
+    markdown: Markdown = False,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    setup: Setup = False,
 ) -> None:
     """Measure this machine: collectives, messages, the store, data parallel training; ours alone or beside others.
 
@@ -473,47 +406,39 @@ def bench(
       symcomm bench sites
       symcomm bench torch --python other/bin/python
     """
-    asked, ranks = ranks, ranks if ranks is not None else 1 if collective == "sites" else 2
     wanted = Wanted(markdown, best, json_file, plot_file)
     wanted.check_files()
     if setup:
         setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
-    elif collective == "store":
-        bench_store(wanted, quick=quick)
-    elif collective == "llm":
-        bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch, tokens=iters)
-    elif collective in ("gpu", "sites"):
-        bench_by_parts(collective, ranks, rounds if collective == "gpu" else None, wanted, quick=quick)
-    elif collective == "kernels":
-        bench_kernels(ranks, rounds, wanted, quick=quick)
-    elif collective == "attach":
-        bench_attach(asked, rounds, wanted, quick=quick)
-    elif collective == "noise":
-        bench_noise(ranks, rounds, neighbours, against, wanted, quick=quick, pin=pin)
-    elif collective in PROGRAMS:
-        bench_turns(collective, ranks, rounds, iters, wanted, quick=quick, collectives=collectives, python=python)
+    elif collective in OTHERS:
+        shape = {"layers": layers, "width": width, "batch": batch}
+        asked = Asked(collective, ranks, rounds, iters, quick, pin, against, collectives, neighbours, python, shape)
+        workload = _module_of(collective).ask(asked)
+        if collective not in WITHOUT_TORCH:
+            need_torch(f"symcomm bench {collective}")
+        bench_program(collective, workload, wanted)
     else:
+        pace = QUICK if quick else Effort()
+        effort = replace(
+            pace, rounds=pace.rounds if rounds is None else rounds, iterations=iters, warmup=warmup, check=check != 0
+        )
         what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
-        sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)
-        effort = _effort(rounds, iters, warmup, check != 0, quick)
         kinds = [kind for kind in OURS[:2] if ordinary == symmetric or ordinary == (kind == "ordinary")]
         kinds += ["heap"] if heap else []
+        if collective == "window":
+            kinds = kinds[:1]  # the place of the tensor that is put does not matter
+        sizes, ranks = pick_sizes(minbytes, maxbytes, factor, step, quick), 2 if ranks is None else ranks
         bench_collective(what, sizes, ranks, kinds, against, effort, wanted, pin=pin, quick=quick)
 
 
-def _effort(rounds: int | None, iters: int, warmup: int, check: bool, quick: bool) -> Effort:
-    pace = QUICK if quick else Effort()
-    return Effort(pace.rounds if rounds is None else rounds, pace.repetitions, pace.seconds, iters, warmup, check)
-
-
-def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
-    call = "symcomm bench"
-    pairs = ("p2p", "all", "window", "groups", "ddp", "compile", "gpu", "noise", "torch", "llm")
-    lowest = Limits.attach_ranks if collective == "attach" else 2 if collective in pairs else 1
-    if ranks < lowest:
-        raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
-    if not 0 <= root < ranks:
-        raise errors.bad_argument(call, "--root", root, f"a rank, 0 to {ranks - 1}")
-    for option, value, least in (("--iters", iters, 0), ("--warmup", warmup, 0), ("--rounds", rounds, 1)):
-        if value is not None and value < least:
-            raise errors.bad_argument(call, option, value, f"{least} or more")
+def bench_collective(
+    what: What, sizes: list[int], ranks: int, kinds: list[str], against: str, effort: Effort, wanted: Wanted, *,
+    pin: bool, quick: bool,
+) -> None:  # fmt: skip
+    least = 2 if what.collective in ("p2p", *FAMILIES) else 1
+    check_numbers(what.collective, ranks, least, effort.rounds, iters=effort.iterations, warmup=effort.warmup)
+    if not 0 <= what.root < ranks:
+        raise errors.bad_argument("symcomm bench", "--root", what.root, f"a rank, 0 to {ranks - 1}")
+    question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
+    need_torch(f"symcomm bench {what.collective}")
+    answer(question, wanted, summary=quick)

@@ -20,8 +20,6 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Command(TyperCommand):
-    """One subcommand."""
-
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [param for param in self.params if param.param_type_name == "argument"]
         return ["[OPTIONS]", *map(_usage_of, arguments)]
@@ -61,7 +59,7 @@ def one_sentence(call: str) -> Iterator[None]:
 
 
 def choices(*names: str) -> Callable[[str], list[str]]:
-    """What a shell completes a value to; several, with commas between them, if the option takes that."""
+    """A completer for a shell; values may be a list with commas."""
 
     def complete(incomplete: str) -> list[str]:
         given, comma, last = incomplete.rpartition(",")
@@ -100,7 +98,7 @@ def _usage_of(argument: Any) -> str:
 
 
 def reword(error: Any, call: str, ctx: Any, given: list[str]) -> errors.BadArgumentError:
-    """A refusal of Typer's, of what was ``given`` to ``call``, in our form."""
+    """Typer's refusal of ``given``, in our form."""
     usage = f"`{call} {' '.join(ctx.command.collect_usage_pieces(ctx))}`"
     kind = type(error).__name__
     if kind == "MissingParameter":

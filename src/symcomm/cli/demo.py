@@ -91,7 +91,7 @@ def show_collective() -> None:
 
 
 def show_training(steps: int) -> dict[str, list[dict[str, Any]]]:
-    """Every step of both backends."""
+    """Returns every step of both backends."""
     console.rule("[bold]2. Train a language model on two ranks, on Symcomm and on Gloo")
     console.print(
         "A small transformer learns this package's own source, character by character: Symcomm with its own "
@@ -115,7 +115,7 @@ def show_training(steps: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def training_view(runs: dict[str, list[dict[str, Any]]], steps: int) -> Group:
-    """A line for each backend, and below them the losses over time."""
+    """A row for each backend, and below them the losses over time."""
     table = Table(box=None, pad_edge=False)
     for head in ("backend", "", "steps", "loss", "tokens/s", "communication", "left"):
         table.add_column(head, justify="left" if head in ("backend", "") else "right")
@@ -152,7 +152,7 @@ def load_and_cores() -> tuple[float, int]:
 
 
 def format_speed(ours: dict[str, Any], theirs: dict[str, Any], load: float, cores: int) -> str:
-    """What the last lines of both trainings say; where ours was not faster, that, and what else was measured."""
+    """Compares the last lines of both trainings; if ours was not faster, says so, and what else was measured."""
     ratio = theirs["seconds"] / ours["seconds"]
     if ratio >= FASTER:
         return f"gloo took {ratio:.2f} times as long as symcomm."
@@ -185,7 +185,7 @@ def show_error(words: str) -> None:
 
 
 def _survivors_error(spawn: Any) -> str:
-    """spawn() reports the dead rank itself; the survivors' errors come through files."""
+    """A survivor's error. spawn() reports the dead rank, so survivors write theirs into files."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:

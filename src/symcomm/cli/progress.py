@@ -15,8 +15,8 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Bar:
-    """Of so many ``turns``; on stderr. Calling it says that another one is done, and of what. Where ``bar`` is None, no
-    terminal, the time left is printed now and then: what ``seconds_left`` says, or as the turns so far took."""
+    """Progress over ``turns``, on stderr. Call it after each turn, with its name. Without a terminal (``bar`` is None)
+    it prints the time left now and then: from ``seconds_left``, or by the turns so far."""
 
     def __init__(
         self, turns: int, bar: Any = None, task: Any = None, seconds_left: Callable[[], float] | None = None
@@ -39,7 +39,7 @@ class Bar:
             print(f"# {self._done} of {self._turns} turns ({what}), about {left} left", file=sys.stderr, flush=True)
 
     def begin(self, what: str) -> None:
-        """Say what comes next, if it takes long and is not a turn."""
+        """Say what comes next, if it takes long and is no turn."""
         if self._bar is not None:
             self._bar.update(self._task, description=what, refresh=True)
         else:

@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from symcomm import errors
 from symcomm.bench.pictures import Curves, check_picture, draw
-from symcomm.cli import simulate_options as options
-from symcomm.cli.command import Command
-from symcomm.cli.simulate_check import draw_table, show_check
+from symcomm.cli.command import Command, argument, flag, option
+from symcomm.memory.limits import format_bytes
 from symcomm.preflight import check_cache_directory
 from symcomm.simulate import machine as machines
-from symcomm.simulate.predict import Cluster, Estimate, compare, why_left_out
-from symcomm.simulate.topology import Topology, parse_topology, resized
-from symcomm.simulate.training import Step
-from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, parse_bytes
+from symcomm.simulate.check import Checked, check, read
+from symcomm.simulate.engines import ENGINES
+from symcomm.simulate.predict import COLLECTIVES, Cluster, Estimate, compare, why_left_out
+from symcomm.simulate.topology import Link, Topology, parse_topology, resized
+from symcomm.simulate.training import Step, ddp_step, fsdp_step
+from symcomm.simulate.units import format_time, parse_bandwidth, parse_bytes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+# --- options -----------------------------------------------------------------------------------------------------
+
+STEPS = {"ddp": ddp_step, "fsdp": fsdp_step}
+WHAT = (*COLLECTIVES, *STEPS)
+
+What = Annotated[str, argument("WHAT", f"One of {', '.join(WHAT)}.", *WHAT)]
+Hosts = Annotated[int, option("--hosts", "N", "Hosts of the cluster.")]
+RanksPerHost = Annotated[int, option("--ranks-per-host", "N", "Ranks on each.")]
+Sizes = Annotated[str, option("--bytes", "SIZES", "The tensor: 64K, 1G, or 1M,64M,1G.")]
+TopologySpec = Annotated[
+    str, option("--topology", "SPEC", "star, ring, torus:8x8, fat-tree:32: docs/how-to/simulate.md.")
+]
+EngineName = Annotated[str, option("--engine", "NAME", f"Who costs the network: {' or '.join(ENGINES)}.", *ENGINES)]
+Symmetric = Annotated[bool, flag("--symmetric", "Tensors live in symmetric memory.")]
+MachineFile = Annotated[
+    Path | None, option("--machine", "FILE", "A host's numbers. [default: this machine's calibration]")
+]
+Cores = Annotated[int, option("--cores", "N", "Cores of a host. [default: one a rank]")]
+MemoryBandwidth = Annotated[str, option("--memory-bandwidth", "RATE", "Of a whole host: 200GB/s.")]
+NumaNodes = Annotated[int, option("--numa-nodes", "N", "Parts of a host's memory. [default: 1]")]
+ModelBytes = Annotated[str, option("--model-bytes", "SIZE", "ddp, fsdp: the model.")]
+ComputeMs = Annotated[float, option("--compute-ms", "MS", "ddp, fsdp: a step's computing.")]
+BucketBytes = Annotated[str, option("--bucket-bytes", "SIZE", "ddp: a bucket; fsdp: a unit.")]
+AsJson = Annotated[bool, flag("--json", "Print JSON.")]
+PlotFile = Annotated[Path | None, option("--plot", "FILE", "Draw it over 8 to 16,384 ranks: .png or .svg.")]
+CheckedFiles = Annotated[
+    list[Path] | None, option("--check", "FILE", "Predict what `bench hosts --json` measured; several times.")
+]
+Calibrate = Annotated[bool, flag("--calibrate", "Measure this machine first, and keep its numbers for later.")]
 CALL = "symcomm simulate"
 NOTHING: Mapping[str, str] = MappingProxyType({})
 SWEEP = [8 << k for k in range(12)]  # ranks of a plot: 8 to 16,384
@@ -32,24 +64,24 @@ SWEEP = [8 << k for k in range(12)]  # ranks of a plot: 8 to 16,384
 
 @app.command(name="simulate", cls=Command)
 def simulate(
-    what: options.What = "all_reduce",
-    hosts: options.Hosts = 16,
-    ranks: options.RanksPerHost = 8,
-    sizes: options.Sizes = "64M",
-    topology: options.TopologySpec = "star",
-    engine: options.EngineName = "model",
-    symmetric: options.Symmetric = False,
-    machine_file: options.MachineFile = None,
-    cores: options.Cores = 0,
-    memory: options.MemoryBandwidth = "",
-    nodes: options.NumaNodes = 0,
-    model_bytes: options.ModelBytes = "1G",
-    compute: options.ComputeMs = 100.0,
-    bucket: options.BucketBytes = "25M",
-    as_json: options.AsJson = False,
-    plot_file: options.PlotFile = None,
-    checked: options.Checked = None,
-    calibrate: options.Calibrate = False,
+    what: What = "all_reduce",
+    hosts: Hosts = 16,
+    ranks: RanksPerHost = 8,
+    sizes: Sizes = "64M",
+    topology: TopologySpec = "star",
+    engine: EngineName = "model",
+    symmetric: Symmetric = False,
+    machine_file: MachineFile = None,
+    cores: Cores = 0,
+    memory: MemoryBandwidth = "",
+    nodes: NumaNodes = 0,
+    model_bytes: ModelBytes = "1G",
+    compute: ComputeMs = 100.0,
+    bucket: BucketBytes = "25M",
+    as_json: AsJson = False,
+    plot_file: PlotFile = None,
+    checked: CheckedFiles = None,
+    calibrate: Calibrate = False,
 ) -> None:
     """What a collective or a training step would take on a cluster that is only described.
 
@@ -61,8 +93,8 @@ def simulate(
       symcomm simulate --calibrate
       symcomm simulate --check two.json --check four.json
     """
-    if what not in options.WHAT:
-        raise errors.bad_choice(CALL, "WHAT", what, options.WHAT)
+    if what not in WHAT:
+        raise errors.bad_choice(CALL, "WHAT", what, WHAT)
     if plot_file:
         check_picture(CALL, "--plot", plot_file)
     if calibrate:
@@ -72,7 +104,7 @@ def simulate(
         show_check(checked, machine, as_json)
         return
     cluster = Cluster(ranks, parse_topology(topology, hosts), machine, engine, symmetric)
-    if what in options.STEPS:
+    if what in STEPS:
         _simulate_step(what, cluster, model_bytes, compute / 1e3, bucket, as_json, plot_file)
     else:
         _simulate_collective(what, cluster, sizes, as_json, plot_file)
@@ -82,10 +114,10 @@ def _simulate_step(
     what: str, cluster: Cluster, model_bytes: str, compute: float, bucket: str, as_json: bool, plot_file: Path | None
 ) -> None:
     model, piece = parse_bytes(CALL, "--model-bytes", model_bytes), parse_bytes(CALL, "--bucket-bytes", bucket)
-    steps = [options.STEPS[what](model, compute, piece, cluster)]
+    steps = [STEPS[what](model, compute, piece, cluster)]
     show(step_rows(steps), cluster, as_json, [as_dict(step) for step in steps])
     if plot_file:
-        plot_steps(plot_file, [options.STEPS[what](model, compute, piece, c) for c in sweep(cluster)])
+        plot_steps(plot_file, [STEPS[what](model, compute, piece, c) for c in sweep(cluster)])
 
 
 def _simulate_collective(what: str, cluster: Cluster, sizes: str, as_json: bool, plot_file: Path | None) -> None:
@@ -99,9 +131,9 @@ def _simulate_collective(what: str, cluster: Cluster, sizes: str, as_json: bool,
 
 def _machine(file: Path | None, cores: int, memory: str, nodes: int) -> machines.Machine:
     machine = machines.load(file)
-    for option, given in (("--cores", cores), ("--numa-nodes", nodes)):
+    for name, given in (("--cores", cores), ("--numa-nodes", nodes)):
         if given < 0:
-            raise errors.bad_argument(CALL, option, given, "1 or more")
+            raise errors.bad_argument(CALL, name, given, "1 or more")
     machine = replace(machine, cores=cores or machine.cores, nodes=nodes or machine.nodes)
     return replace(machine, host_memory=parse_bandwidth(CALL, "--memory-bandwidth", memory)) if memory else machine
 
@@ -166,7 +198,6 @@ def step_rows(steps: Sequence[Step]) -> Table:
 
 
 def as_dict(found: Estimate | Step) -> dict[str, Any]:
-    """Seconds and bytes a second."""
     more = ("algbw", "busbw") if isinstance(found, Estimate) else ("seconds", "efficiency")
     return {**asdict(found), **{name: getattr(found, name) for name in more}}
 
@@ -202,11 +233,68 @@ def show(
         console.print(f"\n{algorithm} is left out: {reason}", style="dim", soft_wrap=True)
 
 
+# --- predictions beside what was measured --------------------------------------------------------------------------
+
+
+def show_check(files: Sequence[Path], machine: machines.Machine, as_json: bool) -> None:
+    link, found = check([read(file) for file in files], machine)
+    if as_json:
+        written = [{**asdict(row), "ratio": row.ratio} for row in found]
+        typer.echo(json.dumps({"link": link._asdict(), "machine": asdict(machine), "rows": written}, indent=1))
+        return
+    typer.echo(f"link: {format_link(link)}; hosts as {machine.name}")
+    for name, rows in itertools.groupby(found, lambda row: row.run):
+        of_file = list(rows)
+        typer.echo(f"\n{name}: {of_file[0].hosts} hosts x {of_file[0].ranks_per_host} ranks")
+        draw_table(*check_rows(of_file))
+    typer.echo(f"\nworst: {worst(found)}")
+
+
+def draw_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    drawn = RichTable(box=None, header_style="dim", pad_edge=False)
+    for name in head:
+        left = name in ("algorithm", "collective", "")
+        drawn.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
+    Console(highlight=False).print(drawn)
+
+
+def format_link(link: Link) -> str:
+    parts = [f"{name} {format_time(getattr(link, name))}" for name in ("arrival", "message", "latency")]
+    return f"{link.bandwidth * 8 / 1e9:.3g} Gb/s, " + ", ".join(part for part in parts if not part.endswith(" 0.00 us"))
+
+
+def check_rows(found: Sequence[Checked]) -> Table:
+    head = ["collective", "bytes", "measured", "predicted", "ratio", ""]
+    return head, [
+        [
+            row.collective, format_bytes(row.nbytes), format_time(row.measured), format_time(row.predicted),
+            f"{row.ratio:.2f}x", "fitted" if row.fitted else "",
+        ]
+        for row in found
+    ]  # fmt: skip
+
+
+def worst(found: Sequence[Checked]) -> str:
+    """The prediction that is farthest off, fitted ones left out."""
+    rows = [row for row in found if not row.fitted]
+    if not rows:
+        return "nothing but what was fitted"
+    row = max(rows, key=lambda r: r.off)
+    within = sum(r.off <= 1.2 for r in rows)
+    where = f"{row.collective} of {format_bytes(row.nbytes)}, {row.hosts} x {row.ranks_per_host} ranks"
+    return f"{row.ratio:.2f}x ({where}); {within} of {len(rows)} that were not fitted are within 20 %"
+
+
 # --- pictures ------------------------------------------------------------------------------------------------------
 
 
 def plot_collective(path: Path, found: list[list[Estimate]], left_out: Mapping[str, str]) -> None:
-    """Over numbers of ranks; ``left_out`` names algorithms that are not estimated for the largest, and why."""
+    """Time over numbers of ranks. ``left_out``: algorithms without an estimate for the largest, and why."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for e in (e for each in found for e in each if e.seconds):
         curves.setdefault(e.algorithm, []).append((e.ranks, e.seconds * 1e3))

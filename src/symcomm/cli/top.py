@@ -30,7 +30,7 @@ TEXTFILE_S = 5.0  # how often a metrics file is written
 def make_feed(
     job: str | None, server: str | None, simulate: int | None, straggler: int | None, stuck: int | None
 ) -> Feed:
-    """What to look at: a job of this host, one of any hosts that serves, or one that does not exist."""
+    """A job on this host, a job on any hosts that has servers, or a made-up one."""
     if server is not None:
         if job is not None or simulate is not None:
             given = "JOB" if job is not None else "--simulate"
@@ -125,7 +125,7 @@ def make_spans(stack: contextlib.ExitStack) -> Spans:
 
 
 def make_meter(required: bool) -> Any:
-    """None where the metrics library is missing and nobody asked for metrics."""
+    """None if the metrics library is missing and nobody asked for metrics."""
     from symcomm.observe.top.metrics import Meter
 
     try:

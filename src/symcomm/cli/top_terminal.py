@@ -18,6 +18,7 @@ from rich.text import Text
 from symcomm.errors import format_ranks
 from symcomm.memory.limits import format_bytes
 from symcomm.observe.top.model import COMPUTING, DEAD, FAILED, IDLE, LATE, STATES, WAITING, Live
+from symcomm.simulate.units import format_time
 
 REFRESH_S = 0.5
 ROWS = 16  # ranks listed; those that need attention first
@@ -73,7 +74,7 @@ def _grid(live: Live, width: int) -> Text:
 
 
 def _ranks(live: Live, width: int) -> Table:
-    """All ranks of a small job; of a large one those that need attention."""
+    """All ranks of a small job; in a large one, those that need attention."""
     urgent = {LATE: 0, FAILED: 1, DEAD: 2, WAITING: 3, IDLE: 5, COMPUTING: 5}
     ranks = list(zip(live.ranks, live.states(), live.lags(), strict=True))
     ranks.sort(key=lambda row: (urgent.get(row[1], 4) if len(ranks) > ROWS else 0, row[0].rank))
@@ -81,7 +82,7 @@ def _ranks(live: Live, width: int) -> Table:
     for fact, state, lag, *_ in ranks[:ROWS]:
         now = live.current.get(fact.rank)
         doing = f"{now.call} #{now.seq} on {now.group}" if now else "-"
-        since = seconds((live.sample.now_ns - (now.finished_ns or now.created_ns)) / 1e9) if now else "-"
+        since = format_time((live.sample.now_ns - (now.finished_ns or now.created_ns)) / 1e9) if now else "-"
         style = MARKS[STATES[state]][1] if state in (LATE, FAILED, DEAD) else ""
         where = os.path.basename(now.site) if now else ""
         rows.append([str(fact.rank), Text(STATES[state], style), str(lag), doing, since, where, str(fact.pid)])
@@ -94,7 +95,7 @@ def _numbers(live: Live, width: int) -> Table:
     rows = []
     for (call, _), numbers in sorted(live.numbers.items()):
         row = numbers.row()
-        times = [seconds(row[name]) for name in ("p50", "p90", "p99", "waited")]
+        times = [format_time(row[name]) for name in ("p50", "p90", "p99", "waited")]
         rate = f"{row['rate'] / 1e9:.2f}"
         rows.append([call, format_bytes(numbers.nbytes), str(numbers.count), *times, rate])
     return _fitting(NUMBER_COLUMNS, rows, width)
@@ -102,7 +103,7 @@ def _numbers(live: Live, width: int) -> Table:
 
 @dataclass(frozen=True)
 class Column:
-    """``matters``: 0 goes last when the terminal is narrow. ``cut``: so much is enough of a longer text; 0: all."""
+    """``matters``: 0 goes last if the terminal is narrow. ``cut``: a width that is enough for longer text; 0: all."""
 
     name: str
     matters: int
@@ -124,7 +125,7 @@ PADDING = 2  # of a column, left and right together
 
 
 def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
-    """A table of those columns for which there is room, whole ones; those that matter most are seated first."""
+    """A table of the columns that fit, whole ones, the most important first."""
     wide = [
         max([column.least, *(cell_len(str(cell)) for cell in (column.name, *(row[i] for row in rows)))])
         for i, column in enumerate(columns)
@@ -149,15 +150,7 @@ def _stragglers(live: Live) -> Text:
     worst = [late for late in live.stragglers(3) if late.seconds > 0]
     if not worst:
         return Text()
-    told = [f"rank {late.rank} ({seconds(late.seconds)}, last {late.times} of {late.of} times)" for late in worst]
+    told = [f"rank {late.rank} ({format_time(late.seconds)}, last {late.times} of {late.of} times)" for late in worst]
     said = ", ".join(told) + ("" if live.straggler() else "; nobody stands out")
     dead = format_ranks(fact.rank for fact in live.ranks if not fact.alive)
     return Text(f"waited for most: {said}" + (f"; ended: {dead}" if dead != "none" else ""), style="dim")
-
-
-def seconds(value: float) -> str:
-    """``1.23 ms``"""
-    for factor, unit in ((1e6, "us"), (1e3, "ms")):
-        if value * factor < 1000:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value:.3g} s"

@@ -76,7 +76,7 @@ def _find(place: str, live: bool, job: str | None) -> list[Trace]:
 
 
 def _look_at(jobs: list[JobFacts]) -> list[Trace]:
-    """Those that still run: a job may end while we look. Refused where all did."""
+    """Traces of the jobs that still run; raises if all have ended."""
     from symcomm.observe.top.live import look
 
     traces, ended = [], None

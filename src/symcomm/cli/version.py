@@ -15,7 +15,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 def core_line() -> str:
-    """Where the C core is and which Python ABI it was built for, or why it is not there."""
+    """Where the C core is and which Python ABI it was built for, or why it cannot be loaded."""
     try:
         from symcomm._core import native
     except ImportError as error:

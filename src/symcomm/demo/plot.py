@@ -1,10 +1,13 @@
-"""Curves of the demo: in the terminal, made of braille dots, and as a picture when matplotlib is there."""
+"""The demo's curves: in the terminal, made of braille dots, and as a picture if matplotlib is installed."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from symcomm.bench.pictures import Bars, Curves, Panel, draw
 
 Curve = Sequence[tuple[float, float]]  # points (x, y)
 # A braille character is 2 dots wide and 4 high; these are the bits of its dots, row by row.
@@ -49,23 +52,17 @@ def text_plot(curves: Mapping[str, Curve], width: int = 60, height: int = 8) -> 
 
 
 def draw_picture(runs: dict[str, list[dict[str, Any]]], path: Path) -> bool:
-    """Loss over time, and what part of each step was communication; False where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
+    """Loss over time, and the share of communication in a step; False where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (losses, shares) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 1), layout="constrained")
-    for name, lines in runs.items():
-        losses.plot([line["seconds"] for line in lines], smooth([line["loss"] for line in lines]), label=name)
-        bar = shares.bar(name, 100 * lines[-1]["share"])
-        shares.bar_label(bar, fmt="%.1f %%")
-    losses.set(title="loss (running mean) over time", xlabel="seconds of training", ylabel="loss")
-    losses.grid(alpha=0.3)
-    losses.legend()
-    shares.set(title="communication", ylabel="% of a step")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    losses = {
+        name: list(zip([line["seconds"] for line in lines], smooth([line["loss"] for line in lines]), strict=True))
+        for name, lines in runs.items()
+    }
+    shares = (("", name, 100 * lines[-1]["share"]) for name, lines in runs.items())
+    panels: list[Panel] = [
+        Curves("loss (running mean) over time", "seconds of training", "loss", losses, logarithmic=False),
+        Bars.of("communication", "% of a step", shares),
+    ]
+    draw(path, "symcomm demo", panels)
     return True

@@ -23,7 +23,7 @@ WARM_UP = 3
 
 
 @dataclass
-class Clock:
+class PassTimes:
     """Times of passes with and without communication, and of whole steps."""
 
     passes: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Clock:
         return max(0.0, above / statistics.median(self.steps))
 
 
-class Training:
+class DemoTraining:
     """A model and its training on one rank. Every backend begins with the same parameters and reads the same text."""
 
     def __init__(self, args: SimpleNamespace):
@@ -53,7 +53,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=RATE, betas=(0.9, 0.98))
         self.data = torch.frombuffer(bytearray(language.own_source()), dtype=torch.uint8)
         self.draw = torch.Generator().manual_seed(1 + self.rank)  # every rank reads other places, the same on each side
-        self.clock = Clock()
+        self.clock = PassTimes()
         self.done = 0
         self.warm_up()
 
@@ -79,7 +79,7 @@ class Training:
         return loss
 
     def probe(self) -> None:
-        """The same passes without communication. Nothing is learned from them, and they count in no speed."""
+        """The same passes without communication. They teach nothing and count in no speed."""
         begin = time.perf_counter()
         with self.model.no_sync():
             self.backward()
@@ -87,20 +87,20 @@ class Training:
         self.optimizer.zero_grad()
 
     def set_rate(self, steps: int) -> None:
-        """The learning rate rises for a moment, then falls in a line."""
+        """The learning rate rises briefly, then falls linearly."""
         part = min(1.0, (self.done + 1) / 20) * max(0.1, 1 - self.done / steps)
         self.optimizer.param_groups[0]["lr"] = RATE * part
 
     def warm_up(self) -> None:
-        """Some steps that teach nothing: the first are slower, since buckets are regrouped and memory is touched."""
+        """Steps that teach nothing: the first are slower, since buckets regroup and memory is touched."""
         self.optimizer.param_groups[0]["lr"] = 0.0
         for _ in range(WARM_UP):
             self.step()
         self.probe()
-        self.clock = Clock()
+        self.clock = PassTimes()
 
     def train(self, count: int, steps: int) -> dict[str, Any]:
-        """The next ``count`` of all ``steps``; how each went."""
+        """The next ``count`` of ``steps`` steps; returns how each went."""
         self.barrier()
         lines = []
         for _ in range(count):
@@ -117,4 +117,4 @@ class Training:
 
 
 if __name__ == "__main__":
-    serve(Training)
+    serve(DemoTraining)

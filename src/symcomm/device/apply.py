@@ -49,7 +49,7 @@ def parallel_apply(
 
 
 class _CallerState:
-    """Torch's state per thread that replicas share with the caller."""
+    """The per-thread state of torch that replicas share with the caller."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.grad = torch.is_grad_enabled()

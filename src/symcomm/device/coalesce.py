@@ -68,7 +68,7 @@ def own_entry(device: torch.device, devices: Sequence[torch.device]) -> int | No
 
 
 def _copies(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], limit: int) -> list[list[torch.Tensor]]:
-    """Copies of tensors of any layout: layouts made of dense parts travel as those parts."""
+    """Copies of tensors of any layout; those made of dense parts travel as parts."""
     if all(t.layout is torch.strided for t in tensors):
         return packing.copies(tensors, devices, limit)
     parts = [part for tensor in tensors for part in _parts(tensor)]
@@ -146,7 +146,7 @@ def _check_lists(call: str, lists: list[list[torch.Tensor]]) -> None:
 
 
 def _add_in_core(lists: list[list[torch.Tensor]], device: torch.device) -> tuple[list[torch.Tensor], Sequence[int]]:
-    """Sums in one pass over all sources, in C, if all are on the CPU; and the indices of those it did not take."""
+    """Sums in one pass over all sources, in C, if all are on the CPU; and the indices that the core left."""
     first = lists[0]
     on_cpu = device.type == "cpu" and all(tensors[0].device.type == "cpu" for tensors in lists)
     if not on_cpu or not 1 < len(lists) <= MOST_LISTS:
@@ -157,7 +157,7 @@ def _add_in_core(lists: list[list[torch.Tensor]], device: torch.device) -> tuple
 
 
 def _add_columns(device: torch.device, columns: list[list[torch.Tensor]], limit: int) -> list[torch.Tensor]:
-    """Sums of columns of any layout: sparse ones by themselves, dense ones together."""
+    """Sums of columns of any layout: sparse ones alone, dense ones together."""
     sums: list[torch.Tensor | None] = [None] * len(columns)
     dense = []
     for i, column in enumerate(columns):
@@ -212,7 +212,7 @@ def _add_here(device: torch.device, columns: list[list[torch.Tensor]]) -> list[t
 
 
 def _alike(column: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors, dense and with the same strides, so that their memory can be added directly."""
+    """Dense tensors with equal strides, so that their memory can be added directly."""
     column = [packing.dense(t) for t in column]
     if any(t.stride() != column[0].stride() for t in column):
         return [t.contiguous() for t in column]

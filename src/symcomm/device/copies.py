@@ -28,7 +28,7 @@ from symcomm.device.devices import (
 
 
 def waits(device: torch.device) -> bool:
-    """Whether copies to ``device`` may finish later; not on the CPU, which could read them too early."""
+    """Whether copies to ``device`` may finish later. Not on the CPU, which could read them too early."""
     return device.type != "cpu"
 
 
@@ -171,7 +171,7 @@ def _check_streams(streams: Any, devices: Sequence[torch.device]) -> list[Any]:
 
 @contextlib.contextmanager
 def _on_stream(stream: Any, source: torch.Tensor) -> Iterator[None]:
-    """Run copies on ``stream``, after the work that made ``source``; keep its memory until they are done."""
+    """Run copies on ``stream`` after the work that made ``source``, and keep its memory until they are done."""
     if stream is None:
         yield
         return
@@ -267,8 +267,7 @@ def common_memory_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format
 
 
 def suggested_memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The memory format that PyTorch infers from a tensor's strides, dense or not. Strides that fit both count as
-    contiguous."""
+    """The memory format that PyTorch infers from strides, dense or not; contiguous if several fit."""
     order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(tensor.dim())
     if order is None or tensor.numel() == 0 or tensor.stride(1) == 0:
         return torch.contiguous_format

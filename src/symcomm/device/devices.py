@@ -16,7 +16,7 @@ ALLOWED = 'a device: an index of 0 or more, a torch.device, or a name such as "c
 
 @functools.cache
 def accelerator() -> str | None:
-    """The kind of accelerator this machine has; a torch built for one may run without. To ask takes a while."""
+    """The kind of this machine's accelerator, if any; a torch built for one may run without. Slow to find out."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
@@ -77,8 +77,7 @@ def as_devices(call: str, argument: str, values: Any, *, allow_none: bool = Fals
 
 
 def as_destination(call: str, value: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
-    """Where a result goes. By default the current accelerator if a tensor is on one, otherwise the first tensor's
-    device."""
+    """Where a result goes; by default the current accelerator if a tensor is on one, else the first tensor's device."""
     if value is not None:
         return as_device(call, "destination", value, minus_one_is_cpu=True)
     on_accelerator = next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), None)

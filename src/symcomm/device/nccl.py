@@ -11,7 +11,7 @@ from torch.nn.parallel import comm as torch_comm
 
 
 def recorded(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether autograd, in either mode, tracks one of these tensors. It does not see what NCCL does."""
+    """Whether autograd, in either mode, tracks one of these tensors. It cannot see what NCCL does."""
     grad = torch.is_grad_enabled()
     return any((grad and t.requires_grad) or forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 

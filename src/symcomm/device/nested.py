@@ -52,7 +52,7 @@ def _tensors_in(value: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_pieces(call: str, tensors: Iterable[tuple[str, torch.Tensor]], parts: int, dim: int) -> None:
-    """Refuse tensors if some give fewer pieces than others. Empty ones have no rows to lose."""
+    """Refuse tensors if some split into fewer pieces than others. Empty ones have no rows to lose."""
     first = None
     for where, tensor in tensors:
         if tensor.dim() == 0:
@@ -162,7 +162,7 @@ def _braced(key: Any) -> str:
 
 
 def _same(values: list[Any], where: str) -> Any:
-    """For a value that is neither tensor nor container: the value that all devices agree on."""
+    """For values that are neither tensors nor containers: the one that all devices agree on."""
     for i, value in enumerate(values):
         if not _is_same(value, values[0]):
             allowed = f"a tensor, or the same as {where.format(0)}, which is {values[0]!r}"
@@ -171,8 +171,7 @@ def _same(values: list[Any], where: str) -> Any:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two values are equal: arrays in all elements, NaN equals NaN, and incomparable values equal only
-    themselves."""
+    """Whether two values are equal: arrays in all elements; NaN equals NaN; incomparable values equal themselves."""
     if a is b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)):
         return True
     try:

@@ -90,8 +90,7 @@ def clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def copies(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], limit: int) -> list[list[torch.Tensor]]:
-    """Copies of all tensors for each device. The tensors are strided and on one device, and packed when they leave
-    it."""
+    """Copies of all tensors for each device. The tensors are strided and on one device; they leave it packed."""
     if not tensors:
         return [[] for _ in devices]
     source = tensors[0].device

@@ -37,7 +37,7 @@ def reduce_add(inputs: Any, destination: Any = None) -> torch.Tensor:
 
 
 def check_same(call: str, argument: str, tensors: Sequence[torch.Tensor], *, layouts: bool = True) -> None:
-    """All of one shape, dtype and (if asked for) layout; ``argument`` has a place for the index of the odd one."""
+    """Refuse different shapes, dtypes and (if asked) layouts; ``argument`` has a place for the index."""
     first = tensors[0]
     for i, tensor in enumerate(tensors):
         if tensor.shape != first.shape:

@@ -1,7 +1,7 @@
 """Elastic nodes (``--nnodes MIN:MAX``): which launchers are alive, and which node each starts.
 
-They rendezvous in the store at the endpoint. The launcher that serves it is the *first*: only it decides, and when it
-is gone the job is over. Below ``nodes/`` the store has::
+Launchers meet in the store at the endpoint. The one that serves it is the *first*: only it decides, and the job ends
+with it. Below ``nodes/`` the store has::
 
     count     how many launchers have joined; each takes the next number as its own
     beat/I    launcher I's heartbeat: counts up while it lives. Then the round, while none of its ranks is in a group
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from symcomm.errors import DeadlineError, PeerError, StoreConnectionError, bad_argument, format_seconds
 from symcomm.launcher.job import CALL, Job
-from symcomm.launcher.launch import LOOK_S, Attempt, StopRequest, judge
+from symcomm.launcher.launch import LOOK_S, JobAttempt, StopRequest, judge
 from symcomm.launcher.output import Output
 from symcomm.launcher.reaper import Reaper
 
@@ -36,7 +36,7 @@ STORE_GONE = "the launcher that keeps the store is gone"
 
 
 class NodeAssignment(NamedTuple):
-    """The node that a launcher starts in a round, together with the others or joining them."""
+    """The node that a launcher starts in a round, with the others or joining them."""
 
     round: int
     node_rank: int
@@ -69,17 +69,13 @@ class ElasticNodes:
         self._beats += 1
         self.store.set(f"nodes/beat/{self.number}", f"{self._beats} {words}")
 
-    def look_at(self, attempt: Attempt) -> str:
-        """Polled while ranks run."""
-        words = f"{self.round} {'lost' * attempt.has_lost}" if attempt.none_is_member() else ""
-        return self.look(words)
-
-    def look(self, words: str = "") -> str:
+    def look(self, attempt: JobAttempt | None = None) -> str:
         """Polled: why the ranks of this node must end now, or ""."""
         if time.monotonic() < self._looked + LOOK_S:
             return ""
         try:
-            self.beat(words)
+            alone = attempt is not None and attempt.none_is_member()
+            self.beat(f"{self.round} {'lost' * attempt.has_lost}" if attempt and alone else "")
             if self.is_first:
                 self._decide()
             if why := self._told("end"):
@@ -93,7 +89,7 @@ class ElasticNodes:
         return ""
 
     def next_assignment(self, stop: StopRequest) -> NodeAssignment | str:
-        """Wait for an assignment in the next round, or return why there will be none."""
+        """Wait for an assignment in the next round; returns it, or why there is none."""
         end = time.monotonic() + JOIN_S
         while not stop.signum:
             self.look()
@@ -118,15 +114,12 @@ class ElasticNodes:
             return NodeAssignment(newest, int(late), max(self.least, int(late) + 1), late=True)
         return None
 
-    def ask_again(self, why: str) -> None:
-        self.store.set(f"nodes/again/{self.round}", why)
-
     def leave(self, why: str) -> None:
         with contextlib.suppress(PeerError, DeadlineError):  # then no launcher is left to tell
             self.store.set(f"nodes/left/{self.number}", why)
 
     def linger(self, stop: StopRequest) -> None:
-        """The first stays as long as others need the store."""
+        """The first launcher stays as long as others need the store."""
         if not self.is_first:
             return
         while not stop.signum and (self._alive() & self._assignments.keys()) - {self.number}:
@@ -191,8 +184,8 @@ class ElasticNodes:
             self.store.set(f"nodes/late/{self.round}/{number}", str(place))
 
     def _is_deserted(self, playing: set[int]) -> bool:
-        """Whether no rank of any node is in a group, although some were lost: the living wait for those in vain. Every
-        launcher checks again after all have reported that: until then, members elsewhere may have let a newcomer in."""
+        """Whether no rank of any node is in a group, and some were lost: the living wait for those in vain. Every
+        launcher checks again after all have reported that: until then, members elsewhere may let a newcomer in."""
         beats, lost = {}, self._has_lost_nodes
         for number in playing:
             count, *words = self._told(f"beat/{number}").split()
@@ -236,7 +229,6 @@ def _meet(host: str, port: int, token: str, optional: bool) -> tuple[Any, bool]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a name belongs to this machine."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -276,8 +268,8 @@ def _run_rounds(job: Job, nodes: ElasticNodes, output: Output, reaper: Reaper, s
             nodes.leave(assignment)
             return 128 + stop.signum if stop.signum else 0 if assignment == OVER else code
         here = replace(job, node_rank=assignment.node_rank, nodes=max(assignment.nodes, assignment.node_rank + 1))
-        attempt = Attempt(
-            here, assignment.round, output, reaper, stop, nodes.look_at, assignment.late, store=nodes.store
+        attempt = JobAttempt(
+            here, assignment.round, output, reaper, stop, nodes.look, assignment.late, store=nodes.store
         )  # fmt: skip
         stop.attempt = attempt
         attempt.run()
@@ -292,7 +284,7 @@ def _run_rounds(job: Job, nodes: ElasticNodes, output: Output, reaper: Reaper, s
             return 1
         code = judge(attempt, stop.signum, output)
         if code and not stop.signum and job.restart == "all":
-            nodes.ask_again(f"a rank of node {assignment.node_rank} failed")
+            nodes.store.set(f"nodes/again/{nodes.round}", f"a rank of node {assignment.node_rank} failed")
             continue
         nodes.leave(f"its ranks failed (exit code {code})" if code else DONE)
         return code

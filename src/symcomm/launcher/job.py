@@ -35,7 +35,7 @@ NOT_INHERITED = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", *A
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a launch needs to know. ``endpoint`` is None on a single node: a free port is found."""
+    """What to launch. ``endpoint`` is None on a single node: a free port is found."""
 
     command: Sequence[str]
     ranks_here: int
@@ -64,7 +64,7 @@ class Job:
         return self.node_rank * self.ranks_here
 
     def check(self) -> None:
-        """Refuses contradictory options before anything is started."""
+        """Refuse contradictory options before anything starts."""
         if not self.command:
             raise BadArgumentError(f"{CALL}: nothing to run; name a script: `symcomm run -n 2 script.py`.")
         if self.ranks_here < 1:
@@ -133,23 +133,21 @@ class Job:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether the launcher serves the ranks' store itself: elastic ranks need one that outlives them."""
+        """Whether the launcher serves the ranks' store: elastic ranks need one that outlives them."""
         return self.restart == "failed" or self.min_nodes is not None
 
     @property
     def given_token(self) -> str:
-        """The job token that the user has set."""
         return self.env.get("SYMCOMM_TOKEN", os.environ.get("SYMCOMM_TOKEN", ""))
 
     @property
     def admits_unauthenticated(self) -> bool:
-        """Whether a store that the launcher serves accepts clients without the token. PyTorch's clients cannot prove
-        it, and programs that use them must run if the user set none."""
+        """Whether a store that the launcher serves accepts clients without the token. PyTorch's clients cannot prove a
+        token, and must work unless the user has set one."""
         return self.insecure or not self.given_token
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is the job's only launcher."""
         return self.nodes == 1 and self.min_nodes is None
 
     def environment(
@@ -183,19 +181,17 @@ class Job:
 def reserve_port(port: int = 0) -> socket.socket:
     """A socket that keeps a port for rank 0's store: a free one, or the given one. Hold it while the ranks run.
 
-    It is bound but never listens, with SO_REUSEADDR. Linux then lets rank 0 bind the same port (stores set SO_REUSEADDR
-    too), but gives it to no program that asks for any free port. So at no moment could another program get it.
-    """
-    try:
+    It is bound with SO_REUSEADDR and never listens. Linux then lets rank 0 bind the same port, since stores set
+    SO_REUSEADDR too, but never hands it to a program that asks for any free port."""
+    with contextlib.suppress(OSError):  # no IPv6 here, or the port is taken
         return _bound(socket.AF_INET6, port)
-    except OSError:  # no IPv6 here, or the port is taken
-        try:
-            return _bound(socket.AF_INET, port)
-        except OSError as error:
-            raise ResourceError(
-                f"{CALL}: port {port or 'any'} cannot be used on this host ({os.strerror(error.errno or 0)}); "
-                "end the program that holds it, or name another in --rdzv-endpoint on every node."
-            ) from None
+    try:
+        return _bound(socket.AF_INET, port)
+    except OSError as error:
+        raise ResourceError(
+            f"{CALL}: port {port or 'any'} cannot be used on this host ({os.strerror(error.errno or 0)}); "
+            "end the program that holds it, or name another in --rdzv-endpoint on every node."
+        ) from None
 
 
 def _bound(family: int, port: int) -> socket.socket:
@@ -241,10 +237,8 @@ class NodePlacement(NamedTuple):
 def find_placement(
     nnodes: str, node_rank: int | None, endpoint: tuple[str, int] | None, environ: Mapping[str, str] | None = None
 ) -> NodePlacement:
-    """``--nnodes``, ``--node-rank`` and ``--rdzv-endpoint``; what is not given may be in a scheduler's variables. They
-    count only if there are several nodes, or with ``--nnodes auto``: a batch script on the first of many nodes may want
-    to run something on it alone.
-    """
+    """``--nnodes``, ``--node-rank`` and ``--rdzv-endpoint``, or a scheduler's variables in their place. These count
+    only for several nodes or ``--nnodes auto``: a batch script on the first of many nodes may run something alone."""
     if nnodes != "auto" and not re.fullmatch(r"-?\d{1,6}", nnodes):
         raise bad_argument(CALL, "--nnodes", nnodes, "a number of 1 or more, auto, or MIN:MAX")
     count = None if nnodes == "auto" else int(nnodes)
@@ -280,7 +274,6 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def cores() -> int:
-    """Cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -291,11 +284,8 @@ def parse_count(text: str) -> int:
     if text == "gpu":
         count = count_gpus(os.environ)
         if not count:
-            found = (
-                "nvidia-smi found none"
-                if "CUDA_VISIBLE_DEVICES" not in os.environ
-                else "CUDA_VISIBLE_DEVICES hides all"
-            )
+            hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+            found = "CUDA_VISIBLE_DEVICES hides all" if hidden else "nvidia-smi found none"
             raise BadArgumentError(f"{CALL}: -n gpu, but there is no GPU here ({found}); use -n cpu or a number.")
         return count
     if not re.fullmatch(r"\d{1,6}", text) or int(text) < 1:
@@ -357,7 +347,7 @@ def find_executable(program: str) -> str:
 
 
 def check_module(name: str, python_path: str = "") -> None:
-    """Refuses a module that ``python -m`` would not find. Looks without importing anything."""
+    """Refuse a module that ``python -m`` would not find. Imports nothing."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise bad_argument(CALL, "-m", name, "a module's dotted name, as in an import statement")
     places = [os.getcwd(), *filter(None, python_path.split(os.pathsep))]  # where ranks look first

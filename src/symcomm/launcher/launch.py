@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from symcomm.errors import InternalError, ResourceError, format_ranks
+from symcomm.errors import DeadlineError, PeerError, ResourceError, format_ranks
 from symcomm.launcher import verdict
 from symcomm.launcher.job import CALL, LOCAL_ADDRESS, Job, reserve_port
 from symcomm.launcher.output import STDERR, STDOUT, Output
 from symcomm.launcher.reaper import KILL_DEADLINE_S, Reaper, find_processes, kill_processes, signal_processes
-from symcomm.launcher.standings import Standings
 from symcomm.memory import numa
+from symcomm.store.standing import MEMBER, standing_key
 
 # After a rank failed, the others get this long to fail by themselves and print why (a lost peer breaks every wait
 # within milliseconds; a Python traceback and exit take about 0.1 s), before they get SIGTERM.
@@ -39,8 +39,6 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass
 class Rank:
-    """A started rank."""
-
     number: int
     process: subprocess.Popen[Any]
     started: float
@@ -61,7 +59,7 @@ class StopRequest:
     """The signals that the launcher itself receives, from a terminal or a scheduler."""
 
     signum: int = 0  # the first signal that asks the job to stop
-    attempt: Attempt | None = None
+    attempt: JobAttempt | None = None
     pid: int = field(default_factory=os.getpid)
 
     @contextlib.contextmanager
@@ -95,7 +93,7 @@ class StopRequest:
                 self.attempt.forward_stop(signum)
 
 
-class Attempt:
+class JobAttempt:
     """All ranks of this node, started once."""
 
     def __init__(
@@ -105,12 +103,12 @@ class Attempt:
         output: Output,
         reaper: Reaper,
         stop: StopRequest,
-        look: Callable[[Attempt], str] | None = None,
+        look: Callable[[JobAttempt], str] | None = None,
         late: bool = False,
         store: Any = None,
     ):
-        """``look(attempt)`` is asked again and again why the ranks have to end, or ""; ``late`` ranks join those that
-        run. ``store``: the ranks', where another launcher may serve it."""
+        """``look(attempt)`` is polled: why the ranks have to end, or "". ``late`` ranks join those that run. ``store``:
+        the ranks' store, if another launcher may serve it."""
         self.job = job
         self.number = number
         self.first_failed: Rank | None = None
@@ -128,10 +126,11 @@ class Attempt:
         self._replace_at = 0.0
         self._look = look
         self._late = late
-        self._standings = Standings(store, number)
+        self._store = store
+        self._reported = False  # some rank has said in the store where it stands
         self._looked = 0.0
         self.cut_short = ""  # why another launcher ended the attempt
-        self._start_one: Callable[[int, int | None], None] = self._unstarted
+        self._meeting = (LOCAL_ADDRESS, 0)  # where the ranks meet
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -140,13 +139,12 @@ class Attempt:
         host, port = self.job.endpoint or (LOCAL_ADDRESS, 0)
         hosts_store = self.job.node_rank == 0 and self.job.min_nodes is None
         holder = reserve_port(port) if hosts_store else None
-        store: Any = None
+        own_store: Any = None
         try:
-            port = holder.getsockname()[1] if holder else port
+            self._meeting = (host, holder.getsockname()[1] if holder else port)
             if hosts_store and self.job.keeps_store:
-                store = self._serve_store(host, port)
-                self._standings = Standings(store, self.number)
-            self._start(host, port)
+                self._store = own_store = self._serve_store(*self._meeting)
+            self._start()
             while (self._live() or self._lost) and not self._given_up:
                 self._turn(IDLE_S)
             self._end_leftovers()
@@ -160,8 +158,8 @@ class Attempt:
                 if rank.pidfd is not None:
                     os.close(rank.pidfd)
             self._selector.close()
-            if store:
-                store.close()
+            if own_store:
+                own_store.close()
             if holder:
                 holder.close()
 
@@ -177,33 +175,25 @@ class Attempt:
         optional = self.job.admits_unauthenticated
         return TCPStore(host, port, is_master=True, wait_for_workers=False, token=token, token_is_optional=optional)
 
-    def _start(self, address: str, port: int) -> None:
-        libc, parent, here = ctypes.CDLL(None), os.getpid(), self.job.ranks_here
-
-        def start_one(local_rank: int, joins: int | None = None) -> None:
-            number = self.job.first_rank + local_rank
-            log_dir = self.job.log_directory(self.restarts)
-            self._output.begin(number, self.job.world_size - 1, self.job.tag, log_dir)
-            environment = self.job.environment(local_rank, self.restarts, address, port, joins)
-            cores = numa.cores_for(local_rank, here) if self.job.bind_numa else None
-            process = _spawn(self.job, environment, functools.partial(_prepare, libc, parent, cores))
-            self._reaper.watch(process.pid)
-            rank = Rank(number, process, time.monotonic(), restarts=self.restarts)
-            self.ranks.append(rank)
-            self._watch(rank)
-
-        self._start_one = start_one
+    def _start(self) -> None:
         for local_rank in range(self.job.ranks_here):
             if self._stop.signum:
                 break
-            start_one(local_rank, self.number if self._late else None)
+            self._start_one(local_rank, self.number if self._late else None)
         self._started = True
         if self._stop.signum:  # a signal came while we were starting
             self.forward_stop(self._stop.signum)
 
-    @staticmethod
-    def _unstarted(local_rank: int, joins: int | None) -> None:
-        raise InternalError("a rank is to be replaced before any was started. Please report it.")
+    def _start_one(self, local_rank: int, joins: int | None) -> None:
+        job, number = self.job, self.job.first_rank + local_rank
+        self._output.begin(number, job.world_size - 1, job.tag, job.log_directory(self.restarts))
+        environment = job.environment(local_rank, self.restarts, *self._meeting, joins)
+        cores = numa.cores_for(local_rank, job.ranks_here) if job.bind_numa else None
+        process = _spawn(job, environment, functools.partial(_prepare, ctypes.CDLL(None), os.getpid(), cores))
+        self._reaper.watch(process.pid)
+        rank = Rank(number, process, time.monotonic(), restarts=self.restarts)
+        self.ranks.append(rank)
+        self._watch(rank)
 
     def _watch(self, rank: Rank) -> None:
         for which, pipe in ((STDOUT, rank.process.stdout), (STDERR, rank.process.stderr)):
@@ -215,7 +205,6 @@ class Attempt:
             self._selector.register(rank.pidfd, selectors.EVENT_READ, functools.partial(self._note_end, rank))
 
     def _turn(self, timeout: float) -> None:
-        """Waits for events and handles them."""
         now = time.monotonic()
         if self._next_step:
             timeout = min(timeout, max(0.0, self._next_step[0] - now))
@@ -244,7 +233,7 @@ class Attempt:
             self._look_around()
 
     def _look_around(self) -> None:
-        """Checks whether other launchers want the ranks to end, or the ranks wait in vain."""
+        """Ask whether other launchers want the ranks to end, and whether the ranks wait in vain."""
         if self._look and not self.cut_short and (why := self._look(self)):
             self.cut_short = why
             self._lost = []
@@ -258,14 +247,27 @@ class Attempt:
         return self.job.restart == "failed" and any(rank.returncode for rank in self.ranks)
 
     def none_is_member(self) -> bool:
-        """Whether there are living ranks, and none of them is in a group yet."""
+        """Whether ranks live and certainly none of them is in a group. A program that reports nothing may meet
+        elsewhere; once any of its ranks has reported, the reports are complete."""
         live = self._live()
-        return bool(live) and self._standings.none_is_member(live, self.ranks)
+        try:
+            if not live or any(self._standing(rank) == MEMBER for rank in live):
+                return False
+            self._reported = self._reported or any(self._standing(rank) for rank in self.ranks)
+        except (PeerError, DeadlineError):
+            return False
+        return self._reported
+
+    def _standing(self, rank: Rank) -> str:
+        """What a rank has reported (store/standing.py); "" for nothing."""
+        if self._store is None:
+            return ""
+        key = f"attempt_{self.number}/{standing_key(rank.number, rank.restarts)}"  # as in store/bootstrap.py
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
 
     def _is_deserted(self) -> bool:
-        """Whether all living ranks wait for ranks that are gone. With other nodes, the launchers decide that
-        together."""
-        is_over = any(rank.returncode == 0 for rank in self.ranks)  # then newcomers are told so
+        """Whether all living ranks wait for ranks that are gone. Launchers of several nodes decide that together."""
+        is_over = any(rank.returncode == 0 for rank in self.ranks)  # then newcomers hear that the job is over
         return self.has_lost and not (is_over or self._look or self._stop.signum) and self.none_is_member()
 
     def _fail_deserted(self, rank: Rank) -> None:
@@ -281,7 +283,7 @@ class Attempt:
         return {rank.process.pid for rank in self.ranks}
 
     def _read(self, rank: Rank, which: int, pipe: Any) -> bool:
-        """True when there was something. At the end of the stream its pipe is closed."""
+        """Whether there was something to read. At the end of the stream, closes the pipe."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -295,7 +297,7 @@ class Attempt:
         return bool(data)
 
     def _note_end(self, rank: Rank) -> None:
-        """Reads how a rank ended, without reaping it. The first failure starts the shutdown of the others."""
+        """Read how a rank ended, without reaping it. The first failure starts to end the others."""
         how = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if how is None:
             return
@@ -312,10 +314,9 @@ class Attempt:
             self._fail(rank)
 
     def _fail(self, rank: Rank) -> None:
-        """A failure that ends the attempt."""
         assert rank.ended is not None
         self.first_failed = rank
-        if self._stop.signum:  # it was asked to stop: SIGTERM now could break what the others save
+        if self._stop.signum:  # the job was asked to stop: a SIGTERM now could interrupt what the others save
             self._next_step = self._next_step or (rank.ended + self.job.grace, self.kill)
         else:
             self._next_step = (rank.ended + SETTLE_S, self._terminate)
@@ -338,7 +339,7 @@ class Attempt:
             again = f"  starting another rank {rank.number} that joins the others"
             self._output.say([*words, f"{again} (restart {self.restarts} of {self.job.max_restarts})."], bad=False)
             rank.replaced = True
-            self._end_streams(rank)
+            self._drain(rank)
             self._start_one(rank.number - self.job.first_rank, self.number)
 
     def _can_be_joined(self, lost: list[Rank]) -> bool:
@@ -347,12 +348,6 @@ class Attempt:
         others = [rank for rank in self.ranks if rank not in lost and not rank.replaced]
         return any(r.ended is None or r.returncode == 0 for r in others)
 
-    def _end_streams(self, ended: Rank) -> None:
-        """Drains a rank's pipes and closes them."""
-        for key in list(self._selector.get_map().values()):
-            if not isinstance(key.fileobj, int) and key.data.args[0] is ended:
-                self._empty(*key.data.args)
-
     # -- ending -----------------------------------------------------------------------------------
 
     def pass_on(self, signum: int) -> None:
@@ -360,7 +355,7 @@ class Attempt:
             _quietly(os.kill, rank.process.pid, signum)
 
     def forward_stop(self, signum: int) -> None:
-        """A stop requested from outside: ranks get the full grace period."""
+        """A stop from outside: ranks get the full grace period."""
         if self._started:
             self._signal_groups(signum)
 
@@ -369,7 +364,7 @@ class Attempt:
         self._next_step = (time.monotonic() + self.job.grace, self.kill)
 
     def kill(self) -> None:
-        """Ends everything now."""
+        """End everything now."""
         self._killing = True
         self._signal_groups(signal.SIGKILL)
         self._next_step = (time.monotonic() + KILL_DEADLINE_S, self._give_up)
@@ -378,14 +373,14 @@ class Attempt:
         self._given_up = True
 
     def _signal_groups(self, signum: int) -> None:
-        """Also the groups of ranks that have ended: their children may still run."""
+        """Also groups whose rank has ended: its children may still run."""
         for rank in self.ranks:
             if rank.ended is None:
                 rank.stopping = signum
             _quietly(os.killpg, rank.process.pid, signum)
 
     def _end_leftovers(self) -> None:
-        """Processes that ranks left behind also get SIGTERM, and the rest of the grace period."""
+        """Processes that ranks left behind get SIGTERM too, and the rest of the grace period."""
         left = find_processes(self._groups(), self.job.mark)
         kill_is_due = self._next_step and self._next_step[1] == self.kill
         end = self._next_step[0] if self._next_step and kill_is_due else time.monotonic() + self.job.grace
@@ -398,10 +393,10 @@ class Attempt:
         if left and not self._given_up:
             self._output.say([f"killed what ranks had left behind: {_names(left)}."], bad=False)
 
-    def _drain(self) -> None:
-        """Shows what is still in the pipes when no process is left to write to them."""
+    def _drain(self, ended: Rank | None = None) -> None:
+        """Shows what is still in the pipes of a rank that ended, or of all, and closes them."""
         for key in list(self._selector.get_map().values()):
-            if not isinstance(key.fileobj, int):
+            if not isinstance(key.fileobj, int) and (ended is None or key.data.args[0] is ended):
                 self._empty(*key.data.args)
 
     def _empty(self, rank: Rank, which: int, pipe: Any) -> None:
@@ -422,7 +417,7 @@ def launch(job: Job, output: Output) -> int:
         try:
             restarts = 0
             while True:
-                attempt = Attempt(job, restarts, output, reaper, stop)
+                attempt = JobAttempt(job, restarts, output, reaper, stop)
                 stop.attempt = attempt
                 attempt.run()
                 stop.attempt = None
@@ -436,12 +431,12 @@ def launch(job: Job, output: Output) -> int:
     return code
 
 
-def judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
+def judge(attempt: JobAttempt, stopped_by: int, output: Output) -> int:
     """The exit code of an attempt; prints the reason if it failed."""
     job, ends = attempt.job, attempt.ends()
     first = attempt.first_failed
     if stopped_by == signal.SIGPIPE:
-        output.broken = False  # the reader of one stream is gone; the other may still be read
+        output.broken = False  # one stream has lost its reader; the other may still have one
     cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here or any(e.returncode is None for e in ends)
     failed_before = first is not None and not first.stopping
     if stopped_by and (first or cut_short) and not failed_before:
@@ -479,8 +474,7 @@ def _spawn(job: Job, env: dict[str, str], prepare: Callable[[], None]) -> subpro
 
 
 def _prepare(libc: Any, parent: int, cores: set[int] | None) -> None:
-    """Runs in the new rank before its program: binds it to its cores, and makes the kernel kill it when the launcher
-    dies."""
+    """Runs in the new rank before its program: binds it to cores, and has the kernel kill it when the launcher dies."""
     if cores is not None:
         os.sched_setaffinity(0, cores)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -18,8 +18,7 @@ START_S, STOP_S = 20, 20
 
 @contextlib.contextmanager
 def multi_process_service() -> Iterator[dict[str, str]]:
-    """Starts the service in folders of its own, yields the variables by which ranks find it, and stops it at the
-    end."""
+    """Starts the service in folders of its own, yields the variables that lead ranks to it, and stops it at the end."""
     if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield {}  # another process already runs one
         return

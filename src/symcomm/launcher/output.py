@@ -93,7 +93,7 @@ def _open_log(path: Path) -> FileIO:
 
 
 class Output:
-    """Where a job's output goes: two descriptors of ours, and optionally a file for each stream of each rank."""
+    """A job's output: two descriptors of ours and, if asked for, a file for each stream of each rank."""
 
     def __init__(
         self, *, color: bool = False, prefix: bool = True, quiet: bool = False, out: int = STDOUT, err: int = STDERR
@@ -108,7 +108,7 @@ class Output:
         self._logs: dict[tuple[int, int], FileIO] = {}
 
     def begin(self, rank: int, widest: int, tag: str, log_dir: Path | None) -> None:
-        """A rank is about to start; ``widest`` is the highest rank, so that all lines start in one column."""
+        """A rank starts. ``widest`` is the highest rank, so that all lines start in one column."""
         label = f"[{tag} rank {rank}]" if tag else f"[rank {rank}]"
         padding = " " * (1 + len(str(widest)) - len(str(rank)))
         if self._color:
@@ -129,7 +129,6 @@ class Output:
         self._show(which, self._streams[rank, which].feed(data, time.monotonic()))
 
     def finish(self, rank: int, which: int) -> None:
-        """The stream has ended."""
         if log := self._logs.pop((rank, which), None):
             log.close()
         self._show(which, self._streams[rank, which].finish())

@@ -1,16 +1,17 @@
-"""Finds and kills the processes of a job, even when the launcher can no longer do so.
+"""Finds and kills the processes of a job, even after the launcher has died.
 
-A process belongs to a job when it is in the process group of one of its ranks, or when the environment it was started
-with carries the job's mark. The first finds children that cleaned their environment, the second those that moved to a
-session of their own. Only a process that did both can escape.
+A process belongs to a job if it is in the process group of one of its ranks, or if the environment that it was started
+with carries the job's mark. The first finds children that cleaned their environment, the second those that moved to
+another session. Only a process that did both escapes.
 
-Run as a program, this file is the *reaper*: a tiny process beside the launcher that reads from its standard input
-which process groups to watch (``+17``) and to forget (``-17``), and kills what is left of the job when that input ends.
+Run as a program, this file is the *reaper*: a tiny process beside the launcher. It reads from its standard input which
+process groups to watch (``+17``) and to forget (``-17``), and kills what is left of the job when that input ends.
 Standard library only, since it runs without site-packages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ KILL_DEADLINE_S = 10.0  # a process that survives SIGKILL this long is stuck in 
 
 
 def find_processes(groups: Collection[int], mark: str) -> list[int]:
-    """Pids of the job's processes that still run; zombies do not count."""
+    """Pids of the job's processes that still run, zombies left out."""
     needle = f"{MARK}={mark}".encode()
     found = []
     for entry in os.listdir("/proc"):
@@ -52,10 +53,8 @@ def _environment(pid: str) -> list[bytes]:
 
 def signal_processes(pids: Collection[int], signum: int) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def kill_processes(groups: Collection[int], mark: str) -> list[int]:
@@ -70,7 +69,7 @@ def kill_processes(groups: Collection[int], mark: str) -> list[int]:
 
 
 class Reaper:
-    """The launcher's handle on its reaper process."""
+    """The launcher's handle on its reaper."""
 
     def __init__(self, mark: str):
         # Not marked itself, so that the reaper of a job inside a job outlives its launcher and does its work.
@@ -95,10 +94,8 @@ class Reaper:
     def dismiss(self) -> None:
         """The job is over: the reaper finds nothing to kill and exits."""
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             self._process.wait(timeout=KILL_DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -107,11 +104,9 @@ class Reaper:
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the reaper was killed; ranks still die with their parent
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # something killed the reaper; the ranks' parent-death signal is still in place
 
 
 def main() -> None:

@@ -50,8 +50,8 @@ def exit_code(end: RankEnd) -> int:
 def find_cause(
     first: RankEnd, ends: Sequence[RankEnd], tail_of: Callable[[int], Sequence[str]], one_node: bool
 ) -> RankEnd:
-    """The root cause. A failed rank may still be exiting when a rank that missed it ends. So if a rank ended with a
-    RankFailedError, the rank that it names is the cause, if that one also failed by itself."""
+    """The root cause. A failed rank may still be exiting when a rank that missed it has ended. So if the first rank
+    ended with a RankFailedError, the rank named there is the cause, provided that it failed by itself too."""
     failed = {end.pid: end for end in ends if end.failed_by_itself}
     cause, seen = first, {first.pid}
     while blamed := _find_blamed(tail_of(cause.rank), failed, one_node):

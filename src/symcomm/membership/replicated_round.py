@@ -61,7 +61,7 @@ class Reconfiguration(Round):
         everybody = "\n".join(map(str, members)).encode()
         self._prefix = f"{uuid}-{hashlib.sha256(everybody).hexdigest()[:16]}"
         self._servers: dict[int, TCPStore] = {}
-        self._watched: dict[int, tuple[int, wire.Connection]] = {}  # descriptor -> who, and the connection
+        self._watched: dict[int, tuple[int, wire.StoreConnection]] = {}  # descriptor -> who, and the connection
         self._poll = select.poll()
         servers = {member[:2]: rank for rank, member in reversed(list(enumerate(members)))}
         self._replicas = sorted(servers.values())[:REPLICAS]  # without those that did not answer

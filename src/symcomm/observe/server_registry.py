@@ -18,7 +18,6 @@ import re
 import socket
 import stat
 import tempfile
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +34,7 @@ def rank_from_environment() -> int | None:
 
 
 def job_name() -> str:
-    """A name that the ranks of a job share, unique on this machine: its launcher's, or our own."""
+    """A name that a job's ranks share, unique on this machine: the launcher's, or our own."""
     names = (os.environ.get(name, "") for name in ("SYMCOMM_LAUNCH_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
     parent = multiprocessing.parent_process()  # symcomm.spawn's, which is the same for all ranks
     name = next((name for name in names if name and name != "none"), f"pid{parent.pid if parent else os.getpid()}")
@@ -43,7 +42,7 @@ def job_name() -> str:
 
 
 def run_directory() -> str:
-    """The private directory, created if missing; refused if other users could write to it."""
+    """The private directory, made if missing; refused if other users could write to it."""
     path = os.environ.get("SYMCOMM_RUN_DIR")
     if not path:
         runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -72,19 +71,22 @@ def _rank_words(rank: int | None) -> str:
     return f"pid-{os.getpid()}" if rank is None else f"rank-{rank}"
 
 
-def remover_of(listener: socket.socket) -> Callable[[], None]:
-    """A function that removes a Unix socket's file, if it is still the same file and this process made it."""
-    if listener.family != socket.AF_UNIX:
-        return lambda: None
-    path, pid = os.path.abspath(listener.getsockname()), os.getpid()
-    made = os.lstat(path)
+class OwnFiles:
+    """Files that this process made. A forked child removes none of them."""
 
-    def remove() -> None:
-        with contextlib.suppress(OSError):
-            if os.getpid() == pid and os.path.samestat(os.lstat(path), made):
-                os.unlink(path)
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._made: list[tuple[str, os.stat_result]] = []
 
-    return remove
+    def add(self, path: str) -> None:
+        self._made.append((os.path.abspath(path), os.lstat(path)))
+
+    def remove(self) -> None:
+        """Remove those that nobody has replaced."""
+        for path, made in self._made if os.getpid() == self._pid else ():
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.lstat(path), made):
+                    os.unlink(path)
 
 
 # --- saying where we are ---------------------------------------------------------------------------
@@ -106,15 +108,7 @@ def publish(server: Any) -> None:
     facts = {"address": server.address, **facts_of(server.rank)}
     path = os.path.join(run_directory(), f"{job_name()}-{_rank_words(rank)}.json")
     _write_private(path, json.dumps({**facts, "token": server.token}))
-    pid, remove_socket = os.getpid(), server.remove
-
-    def remove() -> None:
-        remove_socket()
-        with contextlib.suppress(OSError):
-            if os.getpid() == pid:
-                os.unlink(path)
-
-    server.remove = remove
+    server.files.add(path)
     if server.rank.store is not None and rank is not None:
         with contextlib.suppress(Exception):  # the store may be gone: the file on this host remains
             root_of(server.rank.store).set(f"{PREFIX}{rank}", json.dumps(facts))
@@ -131,7 +125,7 @@ def _write_private(path: str, text: str) -> None:
 
 
 def on_this_host(job: str | None = None) -> list[dict[str, Any]]:
-    """The servers of this user's ranks on this machine, by job and rank. Files of dead processes are removed."""
+    """The servers of this user's ranks on this machine, by job and rank. Removes files of dead processes."""
     found = []
     directory = run_directory()
     for entry in os.scandir(directory):
@@ -159,11 +153,11 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def of_job(store: Any, world_size: int, timeout: float = STORE_SECONDS) -> dict[int, dict[str, Any]]:
+def of_job(store: Any, world_size: int) -> dict[int, dict[str, Any]]:
     """The servers that ranks have published in the job's store; ranks without one are left out."""
     store = root_of(store)
     keys = {rank: f"{PREFIX}{rank}" for rank in range(world_size)}
     there = [rank for rank, key in keys.items() if store.check([key])]
     if there:
-        store.wait([keys[rank] for rank in there], timedelta(seconds=timeout))
+        store.wait([keys[rank] for rank in there], timedelta(seconds=STORE_SECONDS))
     return {rank: json.loads(store.get(keys[rank])) for rank in there}

@@ -56,7 +56,7 @@ def _named(cores: int) -> Machine:
 def measure(group: Any, cases: list[tuple[str, int]], seconds: float) -> list[float]:
     """Seconds of one call, on this rank: the fastest of repetitions, each a barrier and a loop of calls.
 
-    Other programs may run on this machine meanwhile; they disturbed the fastest repetition least.
+    Other programs on this machine disturb the fastest repetition least.
     """
     try:
         import numpy as np
@@ -78,7 +78,7 @@ def measure(group: Any, cases: list[tuple[str, int]], seconds: float) -> list[fl
 
 
 def _time(group: Any, call: Callable[[], Any], seconds: float) -> float:
-    """All ranks make the same number of calls; rank 0's first ones decide how many."""
+    """Seconds of a call. All ranks make the same number of calls; rank 0 chooses it."""
     for _ in range(5):
         call()  # makes the plan, touches the memory
     began = time.perf_counter()
@@ -129,8 +129,8 @@ def _search(time_of: Callable[[float], float], seconds: float, low: float, high:
 
 
 def fitted_sizes(sizes: Iterable[int], hosts: int, ranks_per_host: int, collective: str = "all_reduce") -> list[int]:
-    """The measured sizes that determine a link: the smallest that travels with the arrival, the smallest that does not,
-    and the largest of all. Three, or the last two."""
+    """The sizes that determine a link: the smallest that travels with the arrival (if any does), the smallest that does
+    not, and the largest."""
     small = [n for n in sizes if travels_along(collective, n, hosts, ranks_per_host)]
     large = sorted(set(sizes) - set(small))
     if len(large) < 2:

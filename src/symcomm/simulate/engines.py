@@ -52,7 +52,7 @@ def _longest_and_busiest(topology: Topology, pairs: Pairs) -> tuple[int, float]:
 
 
 def simgrid_seconds(topology: Topology, rounds: Sequence[Round]) -> list[float]:
-    """SimGrid has one platform per process, hence a process for each question."""
+    """A process for each question: SimGrid has one platform per process."""
     question = _as_platform(topology, rounds)
     command = [sys.executable, "-m", "symcomm.simulate.simgrid_worker"]
     try:
@@ -70,7 +70,7 @@ def simgrid_seconds(topology: Topology, rounds: Sequence[Round]) -> list[float]:
 
 
 def _as_platform(topology: Topology, rounds: Sequence[Round]) -> dict[str, Any]:
-    """Only the wires and routes that messages take."""
+    """The wires and routes that messages take."""
     wires: dict[tuple[Any, ...], int] = {}
     bandwidths: list[float] = []
     routes = []

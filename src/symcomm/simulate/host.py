@@ -36,7 +36,7 @@ def host_seconds(collective: str, nbytes: int, ranks: int, machine: Machine, sym
 
 
 def plans_for(collective: str, nbytes: int, ranks: int, nodes: Sequence[int] = ()) -> list[Plan]:
-    """Every rank's plan for float32, as a call of that size would get it; ``nodes``: where ranks are bound to some."""
+    """Every rank's plan for float32, as a call of that size gets it. ``nodes``: the NUMA node of each rank."""
     item, limits = ELEMENT.itemsize, Limits().on_nodes(nodes)
     whole, piece = max(1, nbytes // item), (max(1, nbytes // item // ranks),) * ranks
     made = {
@@ -54,7 +54,7 @@ def plans_for(collective: str, nbytes: int, ranks: int, nodes: Sequence[int] = (
 
 
 def plans_seconds(plans: Sequence[Plan], nbytes: int, machine: Machine, symmetric: bool = False) -> float:
-    """Play all ranks' plans; what a long loop's remaining turns take follows from those that were played."""
+    """Play all ranks' plans; extrapolates the remaining turns of long loops from those played."""
     loops = (step for step in _body(plans[0], symmetric) if isinstance(step, Loop))
     longest = [loop.turns for loop in loops if loop.turns > SETTLED]
     whole = _Host(plans, nbytes, machine, symmetric, SETTLED).play()
@@ -90,7 +90,7 @@ class _Host:
         self.moved = False
 
     def play(self) -> float:
-        """The moment at which the last rank is done."""
+        """When the last rank is done."""
         ranks = len(self.plans)
         for rank, plan in enumerate(self.plans):
             if not (self.symmetric and plan.direct is not None):
@@ -108,7 +108,7 @@ class _Host:
         return max(self.clocks)
 
     def rank(self, rank: int) -> Iterator[bool]:
-        """Yields whenever this rank must wait for a signal that has not been given yet."""
+        """Yields whenever this rank must wait for a signal."""
         for step in _body(self.plans[rank], self.symmetric):
             turns, body = (min(step.turns, self.most_turns), step.body) if isinstance(step, Loop) else (1, (step,))
             for turn in range(turns):
@@ -124,7 +124,7 @@ class _Host:
                     self.moved = True
 
     def given(self, rank: int, who: int, value: int) -> float | None:
-        """When the last of the signals a wait asks for was given; None when one is missing."""
+        """When the last of the signals was given that a wait asks for; None if one is missing."""
         latest = 0.0
         for peer in range(len(self.plans)) if who == ALL else (who,):
             if peer != rank:

@@ -48,7 +48,7 @@ class Machine:
                 raise bad_argument("Machine", field.name, value, "more than 0")
 
     def crowding(self, ranks: int) -> float:
-        """Ranks that share a core."""
+        """Ranks per core, at least 1."""
         return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def wait(self, ranks: int) -> float:

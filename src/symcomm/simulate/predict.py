@@ -71,7 +71,7 @@ class Cluster:
 
     @property
     def network(self) -> Topology:
-        """The topology as messages see it: software takes longer if ranks share cores."""
+        """The topology as messages see it: software is slower if ranks share cores."""
         link, crowding = self.topology.link, self.machine.crowding(self.ranks_per_host) ** CROWDING
         slowed = link._replace(message=link.message * crowding, arrival=link.arrival * crowding)
         return replace(self.topology, link=slowed)
@@ -97,7 +97,6 @@ class Estimate:
 
     @property
     def algbw(self) -> float:
-        """Bytes a second, as the caller counts them."""
         return self.nbytes / self.seconds if self.seconds else 0.0
 
     @property
@@ -170,7 +169,7 @@ def estimate(collective: str, algorithm: str, nbytes: int, cluster: Cluster) -> 
 
 
 def travels_along(collective: str, nbytes: int, hosts: int, ranks_per_host: int) -> bool:
-    """Whether a group of several hosts sends these bytes with the arrival of a host, without its engine."""
+    """Whether a group of several hosts sends these bytes with a host's arrival, without its engine."""
     return hosts > 1 and fits_eager(_said(collective, nbytes, hosts), hosts, collective in ("all_reduce", "broadcast"))
 
 
@@ -213,7 +212,7 @@ def _in_chunks(collective: str, way: str, nbytes: int, cluster: Cluster) -> Esti
 
 
 def _arrival(cluster: Cluster) -> float:
-    """Hosts tell each other that they have arrived, and with what: a small message each way, before anything else."""
+    """Before anything else, hosts tell each other that they have arrived: a small message each way."""
     if cluster.hosts == 1:
         return 0.0
     link = cluster.network.link
@@ -221,8 +220,7 @@ def _arrival(cluster: Cluster) -> float:
 
 
 def _with_arrival(collective: str, nbytes: int, cluster: Cluster) -> Estimate:
-    """Few bytes: ranks hand them to their host's leader, which sends them along with its arrival, and shares the
-    result with its host."""
+    """Few bytes: ranks hand them to their host's leader, which sends them with its arrival and shares the result."""
     ranks, hosts = cluster.ranks_per_host, cluster.hosts
     own = _said(collective, nbytes, hosts)
     reduces = collective in ("all_reduce", "reduce_scatter")
@@ -239,12 +237,12 @@ def _with_arrival(collective: str, nbytes: int, cluster: Cluster) -> Estimate:
 
 
 def _hierarchical(collective: str, way: str, nbytes: int, cluster: Cluster) -> tuple[float, float, list[Round]]:
-    """One chunk: (seconds inside hosts before and after the network; of the host that works most, which is what each
-    further chunk waits for; rounds between hosts). All ranks of a host send at once: their messages add up."""
+    """One chunk: (seconds inside hosts, before and after the network; seconds of the busiest host, which every further
+    chunk waits for; rounds between hosts). All ranks of a host send at once, so their messages add up."""
     hosts, shard = cluster.hosts, nbytes / cluster.ranks_per_host
 
     def inside(part: str, pieces: int = 1) -> float:
-        """A part of so many pieces of the tensor, one after the other."""
+        """A part of the collective on ``pieces`` pieces of the tensor, one after the other."""
         whole = host_seconds(part, -(-nbytes // pieces), cluster.ranks_per_host, cluster.machine, cluster.symmetric)
         return pieces * whole
 
@@ -291,7 +289,7 @@ def _on_hosts(messages: Round, ranks_per_host: int) -> Round:
 
 
 def _best_tree(nbytes: int, cluster: Cluster, cut: Callable[[int], list[Round]]) -> list[Round]:
-    """The best number of chunks: more of them fill the pipeline sooner, but cost a message each."""
+    """The best number of chunks: more fill the pipeline sooner, and cost a message each."""
     best, least, chunks = cut(1), float("inf"), 1
     while chunks <= MOST_CHUNKS:
         rounds = cut(chunks)

@@ -42,7 +42,7 @@ class Round:
 
     @property
     def software(self) -> float:
-        """What they cost a rank's software, in single messages: those under way together wait together."""
+        """Cost for a rank's software, in single messages: messages under way together wait together."""
         both = (1 + (self.sends - 1) * FURTHER) if self.sends else 0.0
         return both / 2 if self.one_way else both
 
@@ -57,7 +57,7 @@ def ring(hosts: int, nbytes: float, combine: bool) -> list[Round]:
 
 
 def halving(hosts: int, nbytes: float, combine: bool) -> list[Round]:
-    """Recursive halving among the largest power of two of the hosts; the others hand theirs in first."""
+    """Recursive halving among the largest power of two of the hosts; the other hosts hand theirs in first."""
     power = 1 << (hosts.bit_length() - 1)
     rounds: list[Round] = []
     if extra := hosts - power:
@@ -90,7 +90,7 @@ def direct(hosts: int, nbytes: float, combine: bool) -> list[Round]:
 
 
 def told(hosts: int, nbytes: float, combined: float, by_all: bool) -> Round:
-    """What travels with arrivals, hence costs no message: all hosts, or only the first, tell all others."""
+    """What travels with arrivals, and so costs no message: all hosts, or only the first, tell all others."""
     pairs = _everyone(0, hosts) if by_all else tuple((0, host) for host in range(1, hosts))
     return Round(pairs, nbytes, 1, combined, sends=0)
 
@@ -115,7 +115,7 @@ def all_gather_rounds(way: str, hosts: int, nbytes: float) -> list[Round]:
 
 
 def all_reduce_rounds(way: str, hosts: int, nbytes: float) -> list[Round]:
-    """One after the other; two hosts that exchange everything need no second round."""
+    """reduce_scatter, then all_gather; two hosts that exchange everything need one round."""
     if way == "direct" and hosts == 2:
         return [Round(_everyone(0, 2), nbytes, 1, nbytes)]
     return reduce_scatter_rounds(way, hosts, nbytes) + all_gather_rounds(way, hosts, nbytes)

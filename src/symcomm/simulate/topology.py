@@ -43,7 +43,7 @@ class Link(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """One direction of a link of the topology: a name that is the same for all who share it, and its bandwidth."""
+    """One direction of a link: a name that all who share it use, and its bandwidth."""
 
     name: tuple[Any, ...]
     bandwidth: float
@@ -110,7 +110,7 @@ def _coordinates(host: int, shape: tuple[int, ...]) -> list[int]:
 
 
 def _fat_tree(topology: Topology) -> Route:
-    """Up until the two hosts have a switch in common, and down again."""
+    """Up to the first switch that both hosts share, and down again."""
     leaf, thinner, bandwidth = topology.shape[0], topology.oversubscription, topology.link.bandwidth
     pod = leaf * topology.shape[1] if len(topology.shape) > 1 else 0
     leaf_width, pod_width = leaf * bandwidth / thinner, pod * bandwidth / thinner
@@ -186,7 +186,7 @@ def _shape(spec: str, kind: str, text: str, hosts: int) -> tuple[int, ...]:
 
 
 def near_cube(hosts: int, dimensions: int) -> tuple[int, ...]:
-    """Sizes with that product, as alike as they can be."""
+    """Sizes with that product, as equal as possible."""
     if dimensions == 1:
         return (hosts,)
     root = round(hosts ** (1 / dimensions))

@@ -88,7 +88,7 @@ def _cut(total: int, piece: int) -> list[int]:
 
 
 def _costs(collective: str, sizes: list[int], cluster: Cluster, algorithm: str) -> tuple[list[float], str]:
-    """Seconds of each, by the algorithm asked for or the fastest."""
+    """Seconds of each, by the algorithm asked for, or else the fastest."""
     known = {}
     for size in set(sizes):
         found = [e for e in compare(collective, size, cluster) if algorithm in ("", e.algorithm)]

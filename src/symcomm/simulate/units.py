@@ -38,20 +38,10 @@ def parse_seconds(call: str, argument: str, text: str) -> float:
     return float(found[1]) * _TIMES[found[2]]
 
 
-def format_bytes(nbytes: int) -> str:
-    """1048576 -> "1 MiB"; what is no round number gets one decimal."""
-    for factor, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= factor:
-            return f"{nbytes // factor} {unit}" if nbytes % factor == 0 else f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes} B"
-
-
 def format_time(seconds: float) -> str:
     """Three digits and a unit: 1.13 us, 23.4 ms, 1.20 s."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= factor:
             value = seconds / factor
-            return (
-                f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
-            )
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
     return f"{seconds * 1e6:.2f} us"

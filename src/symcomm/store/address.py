@@ -35,7 +35,7 @@ def own_address() -> str:
 
 
 def _of_interface(name: str) -> str:
-    """The IPv4 address of an interface; empty where there is no such interface, or it has none."""
+    """The IPv4 address of an interface; empty if there is none."""
     if not name or len(name) > 15:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ def _resolved(said: str) -> str:
 
 
 def _towards(target: str) -> str:
-    """The address that packets to ``target`` would leave from. None is sent."""
+    """The address that packets to ``target`` leave from. Sends nothing."""
     with contextlib.suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:

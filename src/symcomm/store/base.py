@@ -230,7 +230,7 @@ class Store:
                 self.compare_set(lock, token, b"")
 
     def _withdraw(self, counter: str, full: int) -> int | None:
-        """Take one off a barrier's count; returns the count before, or None if the barrier was already full."""
+        """Take one off a barrier's count; returns the count before, or None if the barrier was full already."""
         try:
             with self._exclusively(counter, 5.0):
                 while int(now := self.get(counter)) < full:
@@ -337,7 +337,7 @@ def to_seconds(timeout: object, call: str = "Store") -> float:
 
 
 def poll_until(seconds: float) -> Iterator[None]:
-    """Yields at once, then less and less often (1 to 20 ms apart), and a last time after the deadline."""
+    """Yields at once, then every 1 to 20 ms, less and less often, and once more after the deadline."""
     end = time.monotonic() + seconds
     pause = _POLL_FIRST
     yield

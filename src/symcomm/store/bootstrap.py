@@ -133,7 +133,7 @@ def _unknown(what: str, environ: Mapping[str, str]) -> RendezvousError:
 def _meet(
     url: str, parts: SplitResult, me: Identity, timeout: timedelta, environ: Mapping[str, str]
 ) -> tuple[Store, str]:
-    """The store, and a description of where it is."""
+    """The store, and where it is in words."""
     assert me.world_size is not None
     if parts.scheme == "file":
         path = unquote(parts.netloc + parts.path)

@@ -31,31 +31,27 @@ class StoreCollectives:
 
     def barrier(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT, block: bool = True) -> None:
         """Return once every rank has called. With ``block=False``, announce this rank and do not wait."""
-        seconds = to_seconds(timeout, "barrier")
-        self._barrier(f"barrier({key!r})", self._use("barrier", key), seconds, block)
+        name, seconds, _ = self._begin("barrier", key, timeout)
+        self._barrier(f"barrier({key!r})", name, seconds, block)
 
     def broadcast_send(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Give ``data`` to all other ranks, which call ``broadcast_recv``. Does not wait for them."""
-        to_seconds(timeout, "broadcast_send")
-        own = to_bytes("broadcast_send", data)
-        self._store.set(self._use("broadcast_send", key), own)
+        key, _, [own] = self._begin("broadcast_send", key, timeout, data)
+        self._store.set(key, own)
 
     def broadcast_recv(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
         """The data of the rank that called ``broadcast_send``."""
-        seconds = to_seconds(timeout, "broadcast_recv")
-        key = self._use("broadcast_recv", key)
+        key, seconds, _ = self._begin("broadcast_recv", key, timeout)
         return self._receive("broadcast", key, key, seconds)
 
     def gather_send(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Give ``data`` to the rank that calls ``gather_recv``. Does not wait for it."""
-        to_seconds(timeout, "gather_send")
-        own = to_bytes("gather_send", data)
-        self._store.set(f"{self._use('gather_send', key)}/{self._rank}", own)
+        key, _, [own] = self._begin("gather_send", key, timeout, data)
+        self._store.set(f"{key}/{self._rank}", own)
 
     def gather_recv(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> list[bytes]:
         """Every rank's data in rank order; ``data`` is this rank's."""
-        seconds, own = to_seconds(timeout, "gather_recv"), to_bytes("gather_recv", data)
-        key = self._use("gather_recv", key)
+        key, seconds, [own] = self._begin("gather_recv", key, timeout, data)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         found = self._from_ranks(f"gather_recv({key!r})", key, others, seconds)
         return [*found[: self._rank], own, *found[self._rank :]]
@@ -65,42 +61,40 @@ class StoreCollectives:
         to_seconds(timeout, "scatter_send")
         if isinstance(data, str | bytes) or len(data) != self._world_size:
             raise bad_argument("scatter_send", "data", data, f"a list of {self._world_size} items, one for each rank")
-        parts = [to_bytes("scatter_send", part) for part in data]
-        key = self._use("scatter_send", key)
+        key, _, parts = self._begin("scatter_send", key, timeout, *data)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         self._store.multi_set([f"{key}/{rank}" for rank in others], [parts[rank] for rank in others])
         return parts[self._rank]
 
     def scatter_recv(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
         """This rank's part of the data of the rank that called ``scatter_send``."""
-        seconds = to_seconds(timeout, "scatter_recv")
-        key = self._use("scatter_recv", key)
+        key, seconds, _ = self._begin("scatter_recv", key, timeout)
         return self._receive("scatter", key, f"{key}/{self._rank}", seconds)
 
     def all_gather(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> list[bytes]:
         """Every rank's data in rank order, on every rank."""
-        seconds, own = to_seconds(timeout, "all_gather"), to_bytes("all_gather", data)
-        key = self._use("all_gather", key)
+        key, seconds, [own] = self._begin("all_gather", key, timeout, data)
         self._store.set(f"{key}/{self._rank}", own)
         return self._from_ranks(f"all_gather({key!r})", key, list(range(self._world_size)), seconds)
 
     def all_sum(self, key: str, data: int, timeout: Timeout = DEFAULT_TIMEOUT) -> int:
         """The sum of every rank's number, on every rank."""
-        seconds, own = to_seconds(timeout, "all_sum"), to_int("all_sum", "data", data)
-        key = self._use("all_sum", key)
+        own = to_int("all_sum", "data", data)
+        key, seconds, _ = self._begin("all_sum", key, timeout)
         self._store.add(key, own)
         self._barrier(f"all_sum({key!r})", f"{key}/barrier", seconds)
         return int(self._store.get(key))
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _use(self, call: str, key: str) -> str:
-        """A key works once: a second use would find the first one's data."""
+    def _begin(self, call: str, key: str, timeout: Timeout, *data: Value) -> tuple[str, float, list[bytes]]:
+        """The arguments, checked. A key works once: a second use would find the first one's data."""
+        seconds, parts = to_seconds(timeout, call), [to_bytes(call, part) for part in data]
         name = to_key(call, key)
         if name in self._used:
             raise CallerError(f"{call}: key {name!r} was used before; use a new key for each call.")
         self._used.add(name)
-        return name
+        return name, seconds, parts
 
     def _barrier(self, call: str, key: str, seconds: float, block: bool = True) -> None:
         self._store.set(f"{key}/{self._rank}", "1")

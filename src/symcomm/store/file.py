@@ -47,9 +47,8 @@ class Log:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except (OSError, ValueError) as error:  # the second is for a name with a zero in it
             reason = getattr(error, "strerror", None) or str(error)
-            raise errors.bad_argument(
-                "FileStore", "file_name", self.path, f"a file we can read and write ({reason})"
-            ) from None
+            allowed = f"a file we can read and write ({reason})"
+            raise errors.bad_argument("FileStore", "file_name", self.path, allowed) from None
         self.pid = os.getpid()
         self.threads = threading.RLock()
         self.busy = False  # its holder is in the middle of a call
@@ -94,9 +93,8 @@ class Log:
         if getattr(_thread, "holds", "") == self.path:
             raise self._nested()
         if not self.threads.acquire(timeout=seconds):
-            raise errors.deadline(
-                f"FileStore: waiting for another thread at {self.path}", seconds, kind=errors.StoreDeadlineError
-            )
+            waiting = f"FileStore: waiting for another thread at {self.path}"
+            raise errors.deadline(waiting, seconds, kind=errors.StoreDeadlineError)
         if self.busy:  # by this very thread
             self.threads.release()
             raise self._nested()
@@ -120,7 +118,6 @@ class Log:
 
     @contextlib.contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
-        """Hold the file's lock."""
         with self.mine(seconds):
             self._lock(seconds)
             try:
@@ -142,21 +139,16 @@ class Log:
                 return fcntl.flock(self.fd, how | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= end:
-                    raise errors.deadline(
-                        f"FileStore: locking {self.path}",
-                        seconds,
-                        fix="Another process holds it; is one stopped?",
-                        kind=errors.StoreDeadlineError,
-                    ) from None
+                    locking, fix = f"FileStore: locking {self.path}", "Another process holds it; is one stopped?"
+                    raise errors.deadline(locking, seconds, fix=fix, kind=errors.StoreDeadlineError) from None
             except OSError as error:
-                raise errors.ResourceError(
-                    f"FileStore: this file system cannot lock {self.path}: {error.strerror}."
-                ) from None
+                refused = f"FileStore: this file system cannot lock {self.path}: {error.strerror}."
+                raise errors.ResourceError(refused) from None
             time.sleep(pause * random.random())  # at random, so that many writers take turns
             pause = min(pause * 2, 0.005)
 
     def _reopen_after_fork(self) -> None:
-        """A forked child would share its parent's lock, and maybe a half-made table. Open the same file again."""
+        """Open the file again: a forked child shares its parent's lock, and maybe a half-made table."""
         inherited = self.fd
         self._open(f"/proc/self/fd/{inherited}")
         os.close(inherited)
@@ -206,9 +198,8 @@ class Log:
         if self.offset == 0:
             found = format_of(data)
             if found is None:
-                raise errors.bad_argument(
-                    "FileStore", "file_name", self.path, "a new file, or one that a FileStore made", "use another name"
-                )
+                allowed = "a new file, or one that a FileStore made"
+                raise errors.bad_argument("FileStore", "file_name", self.path, allowed, "use another name")
             self.format = found
             if len(data) < len(found.first):
                 return "torn"
@@ -227,7 +218,7 @@ class Log:
         return b"".join(parts)
 
     def _write(self, data: bytes) -> None:
-        """Put ``data`` at the end, all of it or (the disk being full, say) nothing."""
+        """Append ``data``, all of it or nothing (if the disk is full, say)."""
         written = 0
         try:
             while written < len(data):
@@ -270,7 +261,6 @@ class FileStore(TableStore):
 
     @property
     def path(self) -> str:
-        """The file's name, as given."""
         return self._path
 
     @staticmethod

@@ -32,7 +32,7 @@ Change = tuple[str, str, bytes]
 
 
 class LoggedTable(Table):
-    """A table that remembers its changes until they are written, and how many stores use the file."""
+    """A table that keeps its changes until they are written, and counts the stores that use the file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Format(Protocol):
 
 
 def format_of(data: bytes) -> Format | None:
-    """In which format a file is that begins with ``data``, which may be only the first of its bytes."""
+    """The format of a file that begins with ``data``, which may be incomplete."""
     return next((kind for kind in (FRAMES, RECORDS) if kind.first.startswith(data[: len(kind.first)])), None)
 
 

@@ -1,7 +1,7 @@
 """How the ranks of a new group tell each other what they need to know, through a store.
 
-Any store will do, ours or PyTorch's. The same ranks may meet under the same prefix again and again, even after a failed
-attempt, and however far apart they come. So a rank only reads what was written for this meeting: each brings a fresh
+Any store will do, ours or PyTorch's. The same ranks may meet under the same prefix again and again, also after a failed
+attempt, and may arrive at any distance. So a rank reads only what was written for this meeting: each brings a fresh
 token, and the leader (rank 0) opens a *generation* for the tokens that it found::
 
     here/R        rank R's token and first item; "!" before the token: R gave up, and why ("?" before that: because of
@@ -12,13 +12,12 @@ token, and the leader (rank 0) opens a *generation* for the tokens that it found
     G/T/R         in generation G, turn T: rank R's item
     G/T/all       everybody's items
 
-A rank removes its keys when they are done with. If a rank arrives once more while others are still in a generation
-that it belonged to, that generation is dead, and they start over.
+A rank removes its keys when all have read them. If a rank of a generation arrives once more, that generation is dead,
+and the others start over.
 
-A rank that cannot take part (it has no memory, no descriptors) says why, and the others raise that within a second,
-also those that come later. Each is told once, and processes that were started later are not: so a next attempt is not
-taken for the one that failed. A rank that only did not meet the others in time may well come again, so nobody who waits
-for it to arrive is told.
+A rank that cannot take part (it has no memory, no descriptors) says why. The others raise that within a second; so do
+those that come later, once each, unless their process is newer than the failure: it belongs to the next attempt. A rank
+that only missed the others in time may come again, so nobody who waits for it is told.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -59,7 +59,7 @@ _counted: set[str] = set()  # keys "told" that this process has waited at
 
 @functools.cache
 def _started(pid: int) -> float:
-    """When this process was started, by the wall clock."""
+    """The wall-clock time at which this process started."""
     with open(f"/proc/{pid}/stat") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
@@ -87,7 +87,7 @@ def handshake(
     deadline = time.monotonic() + timeout
     written: list[str] = []  # by all attempts: what one of them told may be secret, so it is removed at the end
     while True:
-        attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call, check, written)
+        attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call, check or _nothing_to_check, written)
         try:
             built = build(attempt)
         except _StartOver:
@@ -124,60 +124,53 @@ class _GaveUp(errors.RankFailedError):
     """Another rank will not go on; each rank sees that for itself."""
 
 
+@dataclass(eq=False)
 class _Attempt:
     """One rank's part in one meeting."""
 
-    def __init__(
-        self,
-        store: Any,
-        prefix: str,
-        rank: int,
-        size: int,
-        deadline: float,
-        timeout: float,
-        call: str,
-        check: Callable[[], None] | None,
-        written: list[str],
-    ):
-        self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
-        self._deadline, self._timeout, self._call = deadline, timeout, call
-        self._can_check, self._check_ranks = check is not None, check or _nothing_to_check
-        self._token = secrets.token_hex(TOKEN // 2)
-        self._tokens: list[str] = []  # of the generation's ranks, once there is one
-        self._generation = ""
-        self._turn = 0
-        self._mine = written  # keys that we wrote and must remove ourselves
-        self._look_at = 0.0
-        self._has_given_up = False
-        self._heard_at = 0.0  # when another rank was first found to have given up because of others
+    store: Any
+    prefix: str
+    rank: int
+    size: int
+    deadline: float
+    timeout: float
+    call: str
+    check_ranks: Callable[[], None]
+    mine: list[str]  # keys that we wrote and must remove ourselves
+    token: str = field(default_factory=lambda: secrets.token_hex(TOKEN // 2))
+    tokens: list[str] = field(default_factory=list)  # of the generation's ranks, once there is one
+    generation: str = ""
+    turn: int = 0
+    look_at: float = 0.0
+    has_given_up: bool = False
+    heard_at: float = 0.0  # when another rank was first found to have given up because of others
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}"
+        return f"{self.prefix}/{name}"
 
     def _here(self, rank: int) -> str:
         return self._key(f"here/{rank}")
 
     def __call__(self, item: bytes) -> list[bytes]:
-        """All ranks' items of this turn."""
         try:
             return self._exchange(item)
         except (errors.PeerError, RuntimeError):
-            self._check_ranks()  # a rank that is gone is a better reason; it may have been the store's host
+            self.check_ranks()  # a rank that is gone is a better reason; it may have been the store's host
             raise
 
     def _exchange(self, item: bytes) -> list[bytes]:
-        self._turn += 1
-        if self._turn == 1:
+        self.turn += 1
+        if self.turn == 1:
             self._take_back()
-            items = self._lead(item) if self._rank == 0 else self._arrive(item)
-            self._look_at = time.monotonic() + LOOK_FOR_STALE
+            items = self._lead(item) if self.rank == 0 else self._arrive(item)
+            self.look_at = time.monotonic() + LOOK_FOR_STALE
             return items
-        whole = self._key(f"{self._generation}/{self._turn}/all")
-        if self._rank:
-            self._set(self._key(f"{self._generation}/{self._turn}/{self._rank}"), b"." + item)  # never an empty value
+        whole = self._key(f"{self.generation}/{self.turn}/all")
+        if self.rank:
+            self._set(self._key(f"{self.generation}/{self.turn}/{self.rank}"), b"." + item)  # never an empty value
             self._watch([whole])
-            return _unpack(self._store.get(whole))[1]
-        keys = [self._key(f"{self._generation}/{self._turn}/{r}") for r in range(1, self._size)]
+            return _unpack(self.store.get(whole))[1]
+        keys = [self._key(f"{self.generation}/{self.turn}/{r}") for r in range(1, self.size)]
         self._watch(keys)
         items = [item, *(value[1:] for value in self._get_all(keys))]
         self._set(whole, _pack([], items))
@@ -186,50 +179,49 @@ class _Attempt:
     # --- the first turn ---------------------------------------------------------------------------------------
 
     def _arrive(self, item: bytes) -> list[bytes]:
-        self._store.set(self._here(self._rank), self._token.encode() + item)
-        answer = self._key(f"go/{self._token}")
+        self.store.set(self._here(self.rank), self.token.encode() + item)
+        answer = self._key(f"go/{self.token}")
         self._await([answer])
-        self._tokens, items = _unpack(self._store.get(answer))
-        self._generation = self._tokens[0]
-        self._mine += [answer, self._here(self._rank)]
+        self.tokens, items = _unpack(self.store.get(answer))
+        self.generation = self.tokens[0]
+        self.mine += [answer, self._here(self.rank)]
         return items
 
     def _lead(self, item: bytes) -> list[bytes]:
-        self._store.set(self._here(0), self._token.encode())
-        self._mine.append(self._here(0))  # so that ranks in a dead generation can see it change
-        keys = [self._here(r) for r in range(1, self._size)]
+        self.store.set(self._here(0), self.token.encode())
+        self.mine.append(self._here(0))  # so that ranks in a dead generation can see it change
+        keys = [self._here(r) for r in range(1, self.size)]
         self._await(keys)
         arrivals = [self._fresh(r, value) for r, value in enumerate(self._get_all(keys), 1)]
         items = [item, *(value[TOKEN:] for value in arrivals)]
-        self._tokens = [self._token, *(value[:TOKEN].decode() for value in arrivals)]
-        self._generation = self._token
-        _answered.extend(self._tokens[1:])
-        self._answer(_pack(self._tokens, items))
+        self.tokens = [self.token, *(value[:TOKEN].decode() for value in arrivals)]
+        self.generation = self.token
+        _answered.extend(self.tokens[1:])
+        self._answer(_pack(self.tokens, items))
         return items
 
     def _answer(self, value: bytes) -> None:
-        keys = [self._key(f"go/{token}") for token in self._tokens[1:]]
-        if len(keys) > 1 and self._store.has_extended_api():
-            self._store.multi_set(keys, [value] * len(keys))
+        keys = [self._key(f"go/{token}") for token in self.tokens[1:]]
+        if len(keys) > 1 and self.store.has_extended_api():
+            self.store.multi_set(keys, [value] * len(keys))
         else:
             for key in keys:
-                self._store.set(key, value)
+                self.store.set(key, value)
 
     def _get_all(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that exist."""
-        if len(keys) > 1 and self._store.has_extended_api():
-            return [bytes(value) for value in self._store.multi_get(keys)]
-        return [bytes(self._store.get(key)) for key in keys]
+        if len(keys) > 1 and self.store.has_extended_api():
+            return [bytes(value) for value in self.store.multi_get(keys)]
+        return [bytes(self.store.get(key)) for key in keys]
 
     def _fresh(self, rank: int, value: bytes) -> bytes:
-        """A rank's token and item. One that gave up may come again; one that was answered has not removed them yet."""
+        """A rank's token and item. One that gave up may come again; one that was answered still removes its keys."""
         while value.startswith(b"!") or value[:TOKEN].decode() in _answered:
-            if time.monotonic() > self._deadline:
-                raise errors.deadline(self._call, self._timeout, missing=[rank])
+            if time.monotonic() > self.deadline:
+                raise errors.deadline(self.call, self.timeout, missing=[rank])
             time.sleep(POLL)
             self._await([self._here(rank)])
             self._check_failed()
-            found = bytes(self._store.compare_set(self._here(rank), ABSENT, ABSENT))
+            found = bytes(self.store.compare_set(self._here(rank), ABSENT, ABSENT))
             value = value if found == ABSENT.encode() else found
         return value
 
@@ -237,35 +229,35 @@ class _Attempt:
 
     def _await(self, keys: list[str]) -> None:
         """Wait for the others to arrive, which may take long."""
-        look = LOOK_FOR_DEAD if self._can_check else LOOK_FOR_FAILED
+        look = LOOK_FOR_DEAD if self.check_ranks is not _nothing_to_check else LOOK_FOR_FAILED
         while True:
-            left = max(0.001, self._deadline - time.monotonic())
+            left = max(0.001, self.deadline - time.monotonic())
             try:
-                self._store.wait(keys, timedelta(seconds=min(left, look)))
+                self.store.wait(keys, timedelta(seconds=min(left, look)))
                 return
             except errors.PeerError:
                 raise
             except RuntimeError:  # the time is over, or PyTorch's store is lost: then this raises, too
-                if self._store.check(keys):
+                if self.store.check(keys):
                     return
-            if time.monotonic() >= self._deadline:
-                raise errors.deadline(self._call, self._timeout, missing=self._missing())
-            self._check_ranks()
+            if time.monotonic() >= self.deadline:
+                raise errors.deadline(self.call, self.timeout, missing=self._missing())
+            self.check_ranks()
             self._check_failed()
 
     def _watch(self, keys: list[str]) -> None:
         """Wait for ranks of the generation, and check that they are still in it."""
-        pause, self._look_at = LOOK_FIRST, time.monotonic() + LOOK_FOR_STALE
-        while not self._store.check(keys):
-            if time.monotonic() > self._deadline:
-                raise errors.deadline(self._call, self._timeout, missing=self._missing())
+        pause, self.look_at = LOOK_FIRST, time.monotonic() + LOOK_FOR_STALE
+        while not self.store.check(keys):
+            if time.monotonic() > self.deadline:
+                raise errors.deadline(self.call, self.timeout, missing=self._missing())
             self.check()
             time.sleep(pause)
             pause = min(1.5 * pause, LOOK_LAST)
 
     def is_stale(self) -> bool:
         """Whether another rank of our generation has arrived anew since."""
-        marks = {b"", *(token.encode() for token in self._tokens), *(f"!{token}".encode() for token in self._tokens)}
+        marks = {b"", *(token.encode() for token in self.tokens), *(f"!{token}".encode() for token in self.tokens)}
         return any(mark not in marks for mark in self._marks().values())
 
     def _marks(self) -> dict[int, bytes]:
@@ -274,29 +266,29 @@ class _Attempt:
 
     def _left_here(self) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
-        for rank in (r for r in range(len(self._tokens)) if r != self._rank):
+        for rank in (r for r in range(len(self.tokens)) if r != self.rank):
             with contextlib.suppress(RuntimeError, errors.SymcommError):  # no store any more, or one that cannot tell
-                value = bytes(self._store.compare_set(self._here(rank), ABSENT, ABSENT))  # a get that does not wait
+                value = bytes(self.store.compare_set(self._here(rank), ABSENT, ABSENT))  # a get that does not wait
                 found[rank] = b"" if value == ABSENT.encode() else value
         return found
 
     def check(self) -> None:
-        """For any code that waits for the others: raises once one of them cannot or will not go on."""
-        self._check_ranks()
-        if (now := time.monotonic()) > self._look_at:
+        """Raises once another rank cannot or will not go on. For any code that waits for the others."""
+        self.check_ranks()
+        if (now := time.monotonic()) > self.look_at:
             self._check_others()
-            self._look_at = now + LOOK_FOR_STALE
+            self.look_at = now + LOOK_FOR_STALE
 
     def _check_others(self) -> None:
         if self.is_stale():
-            raise _StartOver(f"{self._call}: another rank started over.")
+            raise _StartOver(f"{self.call}: another rank started over.")
         gave_up = {rank: value for rank, value in self._left_here().items() if value.startswith(b"!")}
         for rank, value in gave_up.items():
             if not self._is_hearsay(value):
                 raise self._hear(rank, value)
         if gave_up:
-            self._heard_at = self._heard_at or time.monotonic()
-            if time.monotonic() > self._heard_at + HEARSAY:
+            self.heard_at = self.heard_at or time.monotonic()
+            if time.monotonic() > self.heard_at + HEARSAY:
                 raise self._hear(*next(iter(gave_up.items())))
 
     @staticmethod
@@ -304,21 +296,21 @@ class _Attempt:
         return value[TOKEN + 1 : TOKEN + 2] == b"?"
 
     def _check_failed(self) -> None:
-        """Before there is a generation: raises if a rank has found that it cannot take part."""
+        """Before there is a generation: raises if a rank said that it cannot take part."""
         key = self._key("failed")
-        if not self._store.check([key]):
+        if not self.store.check([key]):
             return
-        rank, token, when = bytes(self._store.get(key)).decode().split()
-        if int(rank) == self._rank or (self._rank, token) in _told or float(when) < _started(os.getpid()):
+        rank, token, when = bytes(self.store.get(key)).decode().split()
+        if int(rank) == self.rank or (self.rank, token) in _told or float(when) < _started(os.getpid()):
             return
-        value = bytes(self._store.compare_set(self._here(int(rank)), ABSENT, ABSENT))
+        value = bytes(self.store.compare_set(self._here(int(rank)), ABSENT, ABSENT))
         if value.startswith(f"!{token}".encode()):  # else it has come again
             raise self._hear(int(rank), value)
 
     def find_reason(self) -> errors.SymcommError | None:
         """Why another rank of the generation gave up, if one did for a reason of its own."""
         end = time.monotonic() + HEARSAY
-        while self._tokens and time.monotonic() < end:
+        while self.tokens and time.monotonic() < end:
             for rank, value in self._left_here().items():
                 if value.startswith(b"!") and not self._is_hearsay(value):
                     return self._hear(rank, value)
@@ -326,40 +318,40 @@ class _Attempt:
         return None
 
     def _hear(self, rank: int, value: bytes) -> _GaveUp:
-        """What ``rank`` left when it gave up, as an error of this rank."""
-        _told.append((self._rank, value[1 : TOKEN + 1].decode()))
-        if self._rank:
+        """An error of this rank from what ``rank`` left when it gave up."""
+        _told.append((self.rank, value[1 : TOKEN + 1].decode()))
+        if self.rank:
             with contextlib.suppress(RuntimeError, errors.SymcommError):
-                self._store.add(self._key("told"), 1)
+                self.store.add(self._key("told"), 1)
         why = value[TOKEN + 1 :].decode(errors="replace").removeprefix("?")
-        return _GaveUp(f"{self._call}: rank {rank} gave up: {why}", [rank])
+        return _GaveUp(f"{self.call}: rank {rank} gave up: {why}", [rank])
 
     def _missing(self) -> list[int]:
         """The ranks that have not come to this turn, as far as this rank can tell."""
-        if self._turn == 1:
-            keys = {r: self._here(r) for r in range(self._size)}
+        if self.turn == 1:
+            keys = {r: self._here(r) for r in range(self.size)}
         else:  # the leader writes no item of its own
-            keys = {r: self._key(f"{self._generation}/{self._turn}/{r}") for r in range(1, self._size)}
-        missing = [r for r, key in keys.items() if r != self._rank and not self._store.check([key])]
-        return missing or ([0] if self._rank else [])
+            keys = {r: self._key(f"{self.generation}/{self.turn}/{r}") for r in range(1, self.size)}
+        missing = [r for r, key in keys.items() if r != self.rank and not self.store.check([key])]
+        return missing or ([0] if self.rank else [])
 
     # --- keys -------------------------------------------------------------------------------------------------
 
     def _set(self, key: str, item: bytes) -> None:
-        self._mine.append(key)
-        self._store.set(key, item)
+        self.mine.append(key)
+        self.store.set(key, item)
 
     def clean_up(self) -> None:
         """Remove keys: all ranks have read everything."""
-        for key in self._mine:
+        for key in self.mine:
             with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
-                self._store.delete_key(key)
+                self.store.delete_key(key)
 
     def give_up(self, error: BaseException) -> None:
-        """Let the others know that this rank does not go on. What it wrote stays: they may be reading it."""
-        if self._has_given_up or isinstance(error, _StartOver):
+        """Tell the others that this rank does not go on. What it wrote stays: they may be reading it."""
+        if self.has_given_up or isinstance(error, _StartOver):
             return
-        self._has_given_up = True
+        self.has_given_up = True
         with contextlib.suppress(RuntimeError, errors.SymcommError):  # the store may be what failed
             if isinstance(error, _GaveUp):  # all ranks have been told that, or will be
                 self._await_told(error.ranks)
@@ -370,31 +362,31 @@ class _Attempt:
         # the others notice late and dead ranks themselves, and a late rank may come again
         hearsay = isinstance(error, (errors.DeadlineError, errors.PeerError))
         why = f"{'?' * hearsay}{str(error) or type(error).__name__}"
-        self._store.set(self._here(self._rank), f"!{self._token}{why}")
+        self.store.set(self._here(self.rank), f"!{self.token}{why}")
         if hearsay:
             return
         key = self._key("failed")
         _failed.add(key)
-        self._store.set(key, f"{self._rank} {self._token} {time.time()}")
+        self.store.set(key, f"{self.rank} {self.token} {time.time()}")
         self._await_told([])
 
     def _await_told(self, others: list[int]) -> None:
         """If the store ends with the leader, the leader stays for a moment: until the ranks that are not in ``others``
         know which rank gave up."""
-        if self._rank or not _ends_with_leader(self._store):
+        if self.rank or not _ends_with_leader(self.store):
             return
         key, end = self._key("told"), time.monotonic() + TELLING
         _counted.add(key)
-        while self._store.add(key, 0) < self._size - 1 - len(others) and time.monotonic() < end:
+        while self.store.add(key, 0) < self.size - 1 - len(others) and time.monotonic() < end:
             time.sleep(LOOK_LAST)
 
     def _take_back(self) -> None:
-        """This process has come again since it said that it cannot take part."""
+        """Remove what an earlier attempt in this process wrote, that it could not take part."""
         for name, written in (("failed", _failed), ("told", _counted)):
             if (key := self._key(name)) in written:
                 written.discard(key)
                 with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
-                    self._store.delete_key(key)
+                    self.store.delete_key(key)
 
 
 def _pack(tokens: list[str], items: list[bytes]) -> bytes:

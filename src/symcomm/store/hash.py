@@ -57,7 +57,7 @@ class Table:
 
 
 class TableStore(Store):
-    """Makes every call of a store from three: look at the table, look until there is something, edit it."""
+    """Every call of a store, made of three: look at the table, look until there is something, edit it."""
 
     def _look(self, step: Callable[[Table], Result]) -> Result:
         """Run ``step``, which only reads, on the newest table."""
@@ -177,7 +177,10 @@ class TableStore(Store):
         while (oldest := self._edit(step)) is None:
             left = end - time.monotonic()
             if left <= 0 or not self._look_until(lambda table: name in table.queues or None, left):
-                raise self._nothing_in(name, seconds if block else None)
+                call = self._call("queue_pop")
+                if not block:
+                    raise QueueEmptyError(f"{call}: queue {name!r} is empty.")
+                raise wait_late(call, [name], seconds, f"nobody pushed to queue {name!r}")
         return oldest
 
     def queue_len(self, key: str) -> int:
@@ -186,12 +189,6 @@ class TableStore(Store):
 
     def has_extended_api(self) -> bool:
         return True
-
-    def _nothing_in(self, queue: str, seconds: float | None) -> Exception:
-        call = self._call("queue_pop")
-        if seconds is None:
-            return QueueEmptyError(f"{call}: queue {queue!r} is empty.")
-        return wait_late(call, [queue], seconds, f"nobody pushed to queue {queue!r}")
 
     def _call(self, method: str) -> str:
         return f"{type(self).__name__}.{method}"

@@ -14,6 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from symcomm.errors import RendezvousError
@@ -54,16 +55,9 @@ JOB_IDS = {
 }
 SCHEDULERS_IDS = (*JOB_IDS["Slurm"], "PBS_JOBID", "LSB_JOBID")
 # Every variable that an error may want to show: the plain ones first, each once.
-KNOWN = tuple(
-    dict.fromkeys(
-        [
-            *(name for names in LAUNCHERS[PLAIN] for name in names),
-            *("MASTER_ADDR", "MASTER_PORT"),
-            *(name for groups in list(LAUNCHERS.values())[1:] for names in groups[:2] for name in names),
-            "JOB_COMPLETION_INDEX",
-        ]
-    )
-)
+_RANKS = (name for groups in list(LAUNCHERS.values())[1:] for names in groups[:2] for name in names)
+_SHOWN = (*chain(*LAUNCHERS[PLAIN]), "MASTER_ADDR", "MASTER_PORT", *_RANKS, "JOB_COMPLETION_INDEX")
+KNOWN = tuple(dict.fromkeys(_SHOWN))
 
 
 class Identity(NamedTuple):
@@ -186,7 +180,7 @@ def _pod(environ: Mapping[str, str]) -> _Pod | None:
 
 
 def _in_pod(found: Identity, pod: _Pod, world_size: int, environ: Mapping[str, str]) -> Identity:
-    """One rank a pod. Pods find each other by name when a headless service gives them a domain."""
+    """One rank per pod. Pods find each other by name if a headless service gives them a domain."""
     addr, domain = found.master_addr, environ.get(POD_DOMAIN, "")
     if addr is None and world_size == 1:
         addr = "127.0.0.1"
@@ -257,12 +251,12 @@ def surroundings() -> dict[str, str]:
     return environ
 
 
-def hydra_job(pid: int | None = None) -> str | None:
+def hydra_job() -> str | None:
     """A job id for MPICH's launcher, which names none: the process above all ranks of this machine, if there is one.
 
     Without it, two jobs on one machine would meet at one port, and the ranks of one could join the other.
     """
-    pid = os.getpid() if pid is None else pid
+    pid = os.getpid()
     while pid > 1:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:

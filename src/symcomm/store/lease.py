@@ -30,7 +30,7 @@ class Lease:
 
     @property
     def serves_others(self) -> bool:
-        """Whether letting go would end a server that other processes use."""
+        """Whether releasing it would end a server that other processes use."""
         return self._holders == 1 and bool(getattr(self._store, "is_serving", False))
 
     def release(self) -> None:

@@ -47,10 +47,8 @@ class PrefixStore(Store):
         return self._store.check(self._names(keys))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        if timeout is None:
-            self._store.wait(self._names(keys))
-        else:
-            self._store.wait(self._names(keys), timedelta(seconds=self._seconds(timeout)))
+        limit = () if timeout is None else (timedelta(seconds=self._seconds(timeout)),)
+        self._store.wait(self._names(keys), *limit)
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(self._name(key), amount)

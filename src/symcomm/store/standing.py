@@ -18,7 +18,7 @@ KEEPS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" where the launcher serves
 
 
 def standing_key(rank: int | str, restarts: int | str) -> str:
-    """In the store of the attempt that a rank belongs to. A process that replaces another has a higher count."""
+    """The key in the store of the rank's attempt. A process that replaces another has a higher ``restarts``."""
     return f"symcomm/standing/{rank}/{restarts}"
 
 

@@ -37,8 +37,8 @@ from symcomm.store.base import (
     to_world_size,
     wait_late,
 )
-from symcomm.store.tcp_server import Server, StoreLimits, start_server
-from symcomm.store.tcp_wire import Connection
+from symcomm.store.tcp_server import StoreLimits, StoreServer, start_server
+from symcomm.store.tcp_wire import StoreConnection
 
 __all__ = ["StoreLimits", "TCPStore"]
 
@@ -93,7 +93,8 @@ class TCPStore(Store):
         token_is_optional: bool = False,
     ):
         call = "TCPStore"
-        host_name, port, workers = _to_host(host_name), _to_port(port), _to_workers(world_size)
+        port = to_int(call, "port", port, range(1 << 16), "an int from 0 to 65535")
+        host_name, workers = _to_host(host_name), _to_workers(world_size)
         is_master, use_libuv = to_flag(call, "is_master", is_master), to_flag(call, "use_libuv", use_libuv)
         wait_for_workers = to_flag(call, "wait_for_workers", wait_for_workers)
         self.set_timeout(timeout)
@@ -102,10 +103,10 @@ class TCPStore(Store):
         self._use_libuv = use_libuv
         self._lock = threading.RLock()
         self._in_call = False  # the connection waits for an answer; see _call()
-        self._connection: Connection | None = None
+        self._connection: StoreConnection | None = None
         self._wait_before_get = not use_libuv  # see get()
         self._unanswered = ""  # the last call, if it was one that gets no answer
-        self._server: Server | None = None
+        self._server: StoreServer | None = None
         if is_master:
             try:
                 self._server = start_server(
@@ -368,7 +369,7 @@ class TCPStore(Store):
             )
         return error
 
-    def _reconnect(self) -> Connection:
+    def _reconnect(self) -> StoreConnection:
         self._connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token, patient=False)
         return self._connection
 
@@ -395,7 +396,7 @@ class TCPStore(Store):
         raise error
 
     def _blame_value(self, key: str, amount: int, error: errors.StoreConnectionError) -> None:
-        """If an ``add`` meets no number, or too large a one, the server can only hang up; the value tells."""
+        """Find out why ``add`` failed: if the value is no number or too large, the server can only hang up."""
         try:
             value = self._call("get", wire.GET, key, None, "v")
         except errors.StoreConnectionError:
@@ -403,7 +404,7 @@ class TCPStore(Store):
         add_to("TCPStore.add", key, value, amount)
 
     def _wait_for_workers(self, world_size: int) -> None:
-        """Every process counts itself; the server's process stays until all have, so that it does not leave early."""
+        """Every process counts itself. The server's process stays until all have, so that it does not leave early."""
         came = self._count_workers(1)
         end = time.monotonic() + self._timeout_s
         while self._server is not None and came < world_size:
@@ -440,7 +441,7 @@ def _keys(call: str, keys: Sequence[str]) -> list[str]:
 
 
 def _bad_argument(call: str, keys: Any, error: Exception) -> Exception:
-    """What is wrong with an argument that the native code could not use."""
+    """The error for an argument that the native code could not use."""
     try:
         for key in keys if isinstance(keys, list) else [] if keys is _NO_KEYS else [keys]:
             to_key(f"TCPStore.{call}", key)
@@ -461,10 +462,6 @@ def _to_host(host_name: object) -> str:
     if not isinstance(host_name, str):
         raise errors.wrong_type("TCPStore", "host_name", host_name, "a str: a host name or an address")
     return host_name
-
-
-def _to_port(port: object) -> int:
-    return to_int("TCPStore", "port", port, range(1 << 16), "an int from 0 to 65535")
 
 
 def _to_workers(world_size: object) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -36,7 +37,7 @@ class StoreLimits:
     handshake_s: float = 30.0  # to say hello and prove the token
 
 
-class Server:
+class StoreServer:
     """A running server. It ends when this object is garbage, or at ``stop()``."""
 
     def __init__(
@@ -69,8 +70,8 @@ class Server:
         self._native.stop()
 
 
-_servers: weakref.WeakSet[Server] = weakref.WeakSet()
-_shared: weakref.WeakValueDictionary[int, Server] = weakref.WeakValueDictionary()  # multi-tenant ones, by port
+_servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
+_shared: weakref.WeakValueDictionary[int, StoreServer] = weakref.WeakValueDictionary()  # multi-tenant ones, by port
 _shared_lock = threading.Lock()
 
 
@@ -99,15 +100,14 @@ def start_server(
     world_size: int | None,
     multi_tenant: bool,
     seconds: float,
-) -> Server:
+) -> StoreServer:
     """Start a server, or join the one that this process already runs on ``port`` if that is multi-tenant."""
     _ensure_descriptors(world_size or 0)
-    if not multi_tenant:
-        return Server(_sockets(host, port, bind, listen_fd, seconds), token, limits, token_is_optional)
-    with _shared_lock:
-        server = _shared.get(port) if port else None
-        if server is None:
-            server = Server(_sockets(host, port, bind, listen_fd, seconds), token, limits, token_is_optional)
+    with _shared_lock if multi_tenant else contextlib.nullcontext():
+        if multi_tenant and port and (shared := _shared.get(port)):
+            return shared
+        server = StoreServer(_sockets(host, port, bind, listen_fd, seconds), token, limits, token_is_optional)
+        if multi_tenant:
             _shared[server.port] = server
         return server
 
@@ -176,7 +176,7 @@ def _bind_addresses(host: str, bind: str | list[str] | None) -> list[str]:
 
 
 def _addresses_in_time(host: str, seconds: float) -> list[str]:
-    """The same for ``host`` as soon as its name resolves, which can take a while for a starting pod."""
+    """The same for ``host`` once its name resolves, which may take a while for a starting pod."""
     end = time.monotonic() + seconds
     warned = False
     while True:
@@ -259,7 +259,7 @@ def _bound(address: str, port: int) -> socket.socket:
 
 
 def _log_reports(reader: int, port: int) -> None:
-    """Runs in a thread: passes the server's lines to logging until the server ends, and cuts floods short."""
+    """A thread: passes the server's lines to logging until the server ends, and cuts floods short."""
     second, lines, muted = 0, 0, 0
 
     def end_second() -> None:

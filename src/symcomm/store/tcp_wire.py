@@ -36,7 +36,7 @@ class Refused(Exception):
     """The server closed the connection during the hello; another try may go better."""
 
 
-class Connection:
+class StoreConnection:
     """A connected socket that has said hello. Calls use its ``fd`` (see _core/store/client.c); not thread safe."""
 
     def __init__(self, sock: socket.socket):
@@ -62,8 +62,8 @@ class Connection:
     __del__ = close
 
 
-def connect(host: str, port: int, seconds: float, token: bytes | None, *, patient: bool = True) -> Connection:
-    """Connect and say hello, again and again until ``seconds`` have passed (only once when not ``patient``)."""
+def connect(host: str, port: int, seconds: float, token: bytes | None, *, patient: bool = True) -> StoreConnection:
+    """Connect and say hello; try again until ``seconds`` have passed, or only once if not ``patient``."""
     end = time.monotonic() + seconds
     pause = _FIRST_PAUSE
     refusals, late = 0, False
@@ -89,14 +89,14 @@ def connect(host: str, port: int, seconds: float, token: bytes | None, *, patien
         pause = min(pause * 2, _LAST_PAUSE)
 
 
-def _connect_once(host: str, port: int, end: float, token: bytes | None) -> Connection:
+def _connect_once(host: str, port: int, end: float, token: bytes | None) -> StoreConnection:
     problem: OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")
     for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, proto)
         try:
             sock.settimeout(max(end - time.monotonic(), 0.001))
             sock.connect(address)
-            connection = Connection(sock)
+            connection = StoreConnection(sock)
             try:
                 _say_hello(connection, f"{host}:{port}", max(end - time.monotonic(), 0.001), token)
             except BaseException:
@@ -117,7 +117,7 @@ def _connect_once(host: str, port: int, end: float, token: bytes | None) -> Conn
         del problem  # as in connect()
 
 
-def _say_hello(connection: Connection, where: str, seconds: float, token: bytes | None) -> None:
+def _say_hello(connection: StoreConnection, where: str, seconds: float, token: bytes | None) -> None:
     nonce = os.getpid() & 0xFFFFFFFF
     ping = struct.pack("=BI", PING, nonce)
     try:
@@ -138,7 +138,7 @@ def _say_hello(connection: Connection, where: str, seconds: float, token: bytes 
         raise ConnectionError(f"what answers at {where} is not a store")
 
 
-def _prove_token(connection: Connection, where: str, seconds: float, token: bytes, ping: bytes) -> int:
+def _prove_token(connection: StoreConnection, where: str, seconds: float, token: bytes, ping: bytes) -> int:
     """Both sides prove that they hold the token by signing two fresh nonces; it never travels.
 
     client: hello, CHALLENGE, its nonce.   server: 1 (or 0: no token here), its nonce, its signature of both.

@@ -9,8 +9,8 @@ from symcomm.observe.recorder.trace import Trace
 
 
 @dataclass
-class GroupCalls:
-    """One group. Name and ranks tell groups apart: disjoint ones may share a name."""
+class RecordedGroup:
+    """One group, told apart by name and ranks: disjoint groups may share a name."""
 
     name: str
     ranks: tuple[int, ...]
@@ -19,13 +19,13 @@ class GroupCalls:
     last: dict[int, Operation] = field(default_factory=dict)  # rank -> its last call
 
 
-class Calls:
-    """``operations`` by rank, of each group only the latest of its name; ``groups`` with their collectives."""
+class RecordedCalls:
+    """``operations`` by rank (of groups of one name, only the latest); ``groups`` with their collectives."""
 
     def __init__(self, trace: Trace):
         self.operations = trace.operations()
         self._key_of = GroupKeys()
-        self._groups: dict[int, GroupCalls] = {}
+        self._groups: dict[int, RecordedGroup] = {}
         for rank, operations in self.operations.items():
             for op in operations:
                 if not op.is_message:
@@ -35,16 +35,16 @@ class Calls:
         key = self._key_of(op)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = GroupCalls(op.group, op.ranks)
+            group = self._groups[key] = RecordedGroup(op.group, op.ranks)
         group.by_seq.setdefault(op.seq, {})[rank] = op
         group.reached[rank] = max(op.seq, group.reached.get(rank, op.seq))
         group.last[rank] = op
 
     @property
-    def groups(self) -> list[GroupCalls]:
+    def groups(self) -> list[RecordedGroup]:
         return list(self._groups.values())
 
-    def group_of(self, op: Operation) -> GroupCalls:
+    def group_of(self, op: Operation) -> RecordedGroup:
         return self._groups[self._key_of(op)]
 
     def last_collective(self, rank: int) -> Operation | None:

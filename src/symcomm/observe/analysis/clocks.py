@@ -12,9 +12,8 @@ from symcomm.observe.recorder.trace import RankTrace, Trace
 def offsets(trace: Trace) -> dict[int, int]:
     """Nanoseconds to add to each rank's times, so that all are on the clock of the first rank's host.
 
-    A collective cannot end anywhere before all ranks have arrived, so its last end on one host and on another are close
-    together; the median over all such pairs is the offset of the clocks. Hosts without a common collective are aligned
-    by the time of day.
+    A collective ends nowhere before all ranks have arrived, so its last ends on two hosts are close together; the
+    median over all such pairs is the offset. Hosts without a common collective are aligned by the time of day.
     """
     if not trace.ranks:
         return {}

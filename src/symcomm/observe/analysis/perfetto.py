@@ -53,7 +53,7 @@ def _slice(rank: int, track: int, op: Operation, shift: int, noted_ns: int) -> d
 
 
 def _arrows(operations: dict[int, list[Operation]], groups: list[str], shift: dict[int, int]) -> list[dict[str, Any]]:
-    """From the last to arrive to those that slept."""
+    """From the rank that came last to those that slept."""
     meetings: dict[tuple[str, tuple[int, ...], int], dict[int, Operation]] = {}
     for rank, ops in operations.items():
         for op in ops:

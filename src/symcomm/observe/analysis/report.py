@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from symcomm.errors import format_seconds
@@ -32,32 +32,19 @@ def last_operations(trace: Trace) -> list[tuple[str, int, Operation | None]]:
     return [(group, rank, found.get((group, rank))) for group, rank in sorted(members | set(found))]
 
 
-@dataclass
-class PathCounts:
-    """Which paths a group's recorded calls took, on all ranks together."""
-
-    group: str
-    short: int = 0  # the core did it all
-    long: int = 0  # Python looked at the tensors and found the plan
-    inline: int = 0  # in the thread that called
-    queued: int = 0  # in the group's own thread
-
-    def add(self, op: Operation) -> None:
-        for name in (op.way, op.thread):
-            setattr(self, name, getattr(self, name) + 1)
-
-
-def count_ways(trace: Trace) -> list[PathCounts]:
-    found: dict[str, PathCounts] = {}
+def count_paths(trace: Trace) -> dict[str, dict[str, int]]:
+    """By group, on all ranks: calls that the core made alone (short) or through Python (long), and in which thread."""
+    found: dict[str, dict[str, int]] = {}
     for operations in trace.operations().values():
         for op in operations:
-            if op.way:  # which torch's own dumps do not tell
-                found.setdefault(op.group, PathCounts(op.group)).add(op)
-    return [ways for _, ways in sorted(found.items())]
+            if op.way:  # torch's own dumps do not say
+                counts = found.setdefault(op.group, {"short": 0, "long": 0, "inline": 0, "queued": 0})
+                counts[op.way] += 1
+                counts[op.thread] += 1
+    return dict(sorted(found.items()))
 
 
 def as_data(trace: Trace) -> dict[str, Any]:
-    """Everything, for programs."""
     verdict = judge(trace)
     return {
         "verdict": asdict(verdict),
@@ -66,8 +53,8 @@ def as_data(trace: Trace) -> dict[str, Any]:
             {"group": group, "rank": rank, "operation": op.to_dict() if op else None}
             for group, rank, op in last_operations(trace)
         ],
-        "ways": [asdict(ways) for ways in count_ways(trace)],
-        "stragglers": [row.to_dict() for row in stragglers(trace)],
+        "ways": [{"group": group, **counts} for group, counts in count_paths(trace).items()],
+        "stragglers": [asdict(row) for row in stragglers(trace)],
         "ranks": {str(rank): one.to_dict() for rank, one in sorted(trace.ranks.items())},
     }
 
@@ -81,8 +68,7 @@ def as_text(trace: Trace, verdict: Verdict | None = None) -> str:
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
-    return "\n".join(lines)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in [header, *rows])
 
 
 def _table(trace: Trace) -> str:
@@ -107,7 +93,7 @@ def _waited(op: Operation, one: RankTrace | None) -> float:
 
 
 def _ways(trace: Trace) -> str:
-    rows = [[w.group, str(w.short), str(w.long), str(w.inline), str(w.queued)] for w in count_ways(trace)]
+    rows = [[group, *map(str, counts.values())] for group, counts in count_paths(trace).items()]
     header = ["group", "fast path", "through Python", "caller's thread", "group's thread"]
     return "How the recorded calls were made:\n" + columns(header, rows) if rows else ""
 

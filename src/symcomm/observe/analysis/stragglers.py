@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from symcomm.observe.analysis.calls import Calls
+from symcomm.observe.analysis.calls import RecordedCalls
 from symcomm.observe.analysis.clocks import offsets
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.trace import Trace
@@ -15,18 +14,15 @@ WINDOWS = 8  # parts of the recorded time, to distinguish a rank that is always 
 
 @dataclass
 class Straggler:
-    """One rank. The others' sleep in collectives to which it arrived last is attributed to it."""
+    """One rank. It is charged with the others' sleep in collectives to which it came last."""
 
     rank: int
-    collectives: int = 0  # that it took part in, as far as all ranks recorded them
+    collectives: int = 0  # of those that all ranks recorded, how many it took part in
     last: int = 0  # how many of them it arrived at last
     late_s: float = 0.0  # how long after the rank before it, in total
     caused_s: float = 0.0  # sleep of all other ranks in those
     waited_s: float = 0.0  # its own sleep
     over_time: list[float] = field(default_factory=lambda: [0.0] * WINDOWS)  # caused_s, by part of the recorded time
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def stragglers(trace: Trace) -> list[Straggler]:
@@ -58,7 +54,7 @@ def _meetings(trace: Trace) -> list[dict[int, Operation]]:
     """Collectives that all ranks of the group recorded and completed, by rank."""
     return [
         ops
-        for group in Calls(trace).groups
+        for group in RecordedCalls(trace).groups
         for ops in group.by_seq.values()
         if len(ops) == len(group.ranks) and all(op.state == "completed" for op in ops.values())
     ]

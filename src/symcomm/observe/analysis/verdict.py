@@ -1,7 +1,7 @@
 """What went wrong with a job, in one sentence, from what all its ranks recorded.
 
-In order of suspicion: a rank that died, ranks that disagree, a rank that is stopped, a cycle of ranks that wait for
-each other, and finally the rank that the others wait for, found by following waits to a rank that does not wait itself.
+In order of suspicion: a rank that died, ranks that disagree, a stopped rank, a cycle of ranks that wait for each other,
+and finally the rank that all the others wait for and that waits for nobody.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from symcomm.errors import format_ranks
-from symcomm.observe.analysis.calls import Calls
+from symcomm.observe.analysis.calls import RecordedCalls
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import short_site, where
 from symcomm.observe.recorder.trace import RankTrace, Trace
@@ -47,8 +47,8 @@ class _Wait:
 
 
 def judge(trace: Trace, patience: float = PATIENCE) -> Verdict:
-    """The verdict on a running job or on the dumps of one that ended. ``patience`` applies to running ones."""
-    calls = Calls(trace)
+    """The verdict on a running job, or on the dumps of one that ended. ``patience`` applies to running jobs."""
+    calls = RecordedCalls(trace)
     waits = _waits(trace, calls, patience)
     return (
         _noticed_mismatch(calls)
@@ -63,8 +63,8 @@ def judge(trace: Trace, patience: float = PATIENCE) -> Verdict:
     )
 
 
-def _waits(trace: Trace, calls: Calls, patience: float) -> dict[int, _Wait]:
-    """By rank, what it waits for: its last operation, if that did not end and a rank is missing from it."""
+def _waits(trace: Trace, calls: RecordedCalls, patience: float) -> dict[int, _Wait]:
+    """For each rank whose last operation did not end because ranks are missing from it: that wait."""
     waits: dict[int, _Wait] = {}
     known: dict[tuple[int, int], _Wait] = {}  # by group and sequence number
     for rank in calls.operations:
@@ -110,7 +110,7 @@ def _group(name: str) -> str:
 
 
 def plain(error: str) -> str:
-    """What a rank raised, with its group named as in our own sentences: all_reduce #2 (world)."""
+    """A rank's error with its group named as in our sentences: all_reduce #2 (world)."""
     return re.sub(r" on group '([^']*)'", lambda found: f" ({_group(found[1])})", error)
 
 
@@ -118,7 +118,7 @@ def _call(op: Operation) -> str:
     return f"{op.call} #{op.seq} ({_group(op.group)})"
 
 
-def _last_words(calls: Calls, rank: int, group: str) -> str:
+def _last_words(calls: RecordedCalls, rank: int, group: str) -> str:
     """``after all_reduce #11 (world)``, ``in all_reduce #12 (world)``"""
     last = calls.last_in(rank, group)
     if last is None:
@@ -150,7 +150,7 @@ def _waiting(wait: _Wait) -> str:
 # --- causes ----------------------------------------------------------------------------------------------------------
 
 
-def _dead(trace: Trace, calls: Calls, waits: dict[int, _Wait]) -> Verdict | None:
+def _dead(trace: Trace, calls: RecordedCalls, waits: dict[int, _Wait]) -> Verdict | None:
     gone = {r: t for r, t in trace.ranks.items() if t.end and t.end not in ("stopped", "left", "silent")}
     if not gone:
         return None
@@ -172,14 +172,14 @@ def _last_group(one: RankTrace) -> str:
     return next((op.group for op in reversed(one.operations) if not op.is_message), "")
 
 
-def _noticed_mismatch(calls: Calls) -> Verdict | None:
-    """A mismatch that the ranks found themselves. Ranks that ended after it ended because of it."""
+def _noticed_mismatch(calls: RecordedCalls) -> Verdict | None:
+    """A mismatch that the ranks found themselves, so that ranks that ended later ended because of it."""
     seen = any(op.state == "mismatch" for group in calls.groups for op in group.last.values())
     return _mismatch(calls) if seen else None
 
 
-def _mismatch(calls: Calls) -> Verdict | None:
-    """The first collective, by time, that ranks of a group called differently."""
+def _mismatch(calls: RecordedCalls) -> Verdict | None:
+    """The earliest collective that ranks of a group called differently."""
     found = []
     for group in calls.groups:
         for seq, ranks in sorted(group.by_seq.items()):
@@ -207,7 +207,7 @@ def _mismatch_words(
     group: str, seq: int, ranks: dict[int, Operation], sides: dict[str, list[int]]
 ) -> tuple[str, list[int]]:
     """The sentence, and the ranks at fault: the minority, if there is one."""
-    if len(sides) == 1:  # differing lists of sizes show only in a hash that the ranks compared
+    if len(sides) == 1:  # lists of sizes differ, which shows only in a hash that ranks compare
         call = _call(next(iter(ranks.values())))
         return f"{_who(ranks)} called {call}{_sites(ranks.values())} with different lists of sizes.", sorted(ranks)
     ordered = sorted(sides.items(), key=lambda side: (len(side[1]), -side[1][0]))
@@ -219,7 +219,7 @@ def _mismatch_words(
     return f"the ranks did not make the same call as #{seq} of {_group(group)}: {'; '.join(told)}.", sorted(ranks)
 
 
-def _stopped(trace: Trace, calls: Calls, waits: dict[int, _Wait]) -> Verdict | None:
+def _stopped(trace: Trace, calls: RecordedCalls, waits: dict[int, _Wait]) -> Verdict | None:
     for one in trace.ranks.values():
         if one.end != "stopped":
             continue
@@ -234,7 +234,7 @@ def _stopped(trace: Trace, calls: Calls, waits: dict[int, _Wait]) -> Verdict | N
 
 
 def _circle(waits: dict[int, _Wait]) -> Verdict | None:
-    """A deadlock: ranks that wait for each other, in different groups, in a cycle."""
+    """A deadlock: a cycle of ranks that wait for each other in different groups."""
     ahead = {id(wait): next((r for r in wait.absent if r in waits), None) for wait in _distinct(waits)}
     seen: set[int] = set()
     for start in sorted(waits):
@@ -263,8 +263,8 @@ def _circle_words(ranks: list[int], waits: dict[int, _Wait]) -> Verdict:
     return Verdict("circle", sentence, ranks, first.group, first.seq, max(op.created_ns for op in theirs.values()))
 
 
-def _missing(trace: Trace, calls: Calls, waits: dict[int, _Wait]) -> Verdict | None:
-    """The rank that others wait for and that does not wait itself; of several waits, the one that began first."""
+def _missing(trace: Trace, calls: RecordedCalls, waits: dict[int, _Wait]) -> Verdict | None:
+    """The rank that others wait for and that waits for nobody; of several, the one whose wait began first."""
     roots = [w for w in _distinct(waits) if any(r not in waits for r in w.absent)]
     if not roots:
         return None
@@ -281,7 +281,7 @@ def _missing(trace: Trace, calls: Calls, waits: dict[int, _Wait]) -> Verdict | N
     return Verdict("missing", sentence, absent, wait.op.group, wait.op.seq, wait.since_ns)
 
 
-def _message(trace: Trace, calls: Calls, patience: float) -> Verdict | None:
+def _message(trace: Trace, calls: RecordedCalls, patience: float) -> Verdict | None:
     """A send or receive that did not end."""
     for rank, operations in calls.operations.items():
         last = operations[-1] if operations else None
@@ -301,7 +301,7 @@ def _message(trace: Trace, calls: Calls, patience: float) -> Verdict | None:
     return None
 
 
-def _stuck(trace: Trace, calls: Calls, patience: float) -> Verdict | None:
+def _stuck(trace: Trace, calls: RecordedCalls, patience: float) -> Verdict | None:
     """All ranks arrived, but it did not end."""
     for group in calls.groups:
         seq = max(group.by_seq)
@@ -316,7 +316,7 @@ def _stuck(trace: Trace, calls: Calls, patience: float) -> Verdict | None:
     return None
 
 
-def _nothing(trace: Trace, calls: Calls) -> Verdict:
+def _nothing(trace: Trace, calls: RecordedCalls) -> Verdict:
     errors = [(t.rank, text) for t in trace.ranks.values() for text in t.errors]
     if errors:
         return Verdict("unknown", f"rank {errors[0][0]}: {plain(errors[0][1])}", [errors[0][0]])

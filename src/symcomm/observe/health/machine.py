@@ -16,7 +16,7 @@ SLOW_CLOCKS = {"hpet", "acpi_pm", "jiffies", "refined-jiffies"}
 
 
 def checks(ranks: int | None) -> list[tuple[str, Check]]:
-    """``ranks``: how many are to run here; None: one a core."""
+    """``ranks``: how many will run here; None: one per core."""
     return [
         ("cores", partial(cores, ranks)),
         ("cpu quota", partial(quota, ranks)),

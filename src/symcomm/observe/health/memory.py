@@ -105,7 +105,7 @@ def ptrace_scope() -> Finding:
 
 def attach_sizes() -> list[Finding]:
     """The sizes from which on ranks read each other's ordinary tensors by system call."""
-    from symcomm.group import calibration  # needs the core: where that is missing, this check is the one to say so
+    from symcomm.group import calibration  # needs the core; if that is missing, this check says so
 
     found = []
     for where, sizes in calibration.load().items():

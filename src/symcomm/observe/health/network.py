@@ -15,7 +15,7 @@ DEADLINE = 12.0
 
 
 def look_up(name: str, seconds: float = DEADLINE) -> tuple[float, list[str] | None, str]:
-    """(how long it took, addresses or None, what went wrong). A resolver has no deadline, so a thread waits for it."""
+    """(seconds, addresses or None, what went wrong). A resolver has no deadline, so a thread waits for it."""
     answer: list[Any] = []
 
     def ask() -> None:

@@ -47,7 +47,7 @@ def core() -> list[Finding]:
 
 
 def a_collective() -> list[Finding]:
-    """Two ranks, as threads, make a group: arenas, waits, and the counter that timestamps records."""
+    """Two ranks, as threads, make a group: arenas, waits, and the counter that times records."""
     from symcomm.group.spawn import spawn
 
     begun = time.monotonic_ns()
@@ -65,7 +65,7 @@ def a_collective() -> list[Finding]:
 
 
 def _meet(group: Any) -> list[int]:
-    """When this rank's operations began, as they were recorded."""
+    """When this rank's operations began, by the records."""
     from symcomm.observe.recorder.records import operations_of
 
     for _ in range(3):
@@ -85,7 +85,7 @@ def torch() -> list[Finding]:
 
 
 def judge_version(version: str) -> Finding:
-    """An untested release may work: the next check finds out."""
+    """An untested release may work; the next check finds out."""
     found = f"{version} (tested: {', '.join(TESTED)})"
     if not re.match(r"\d+\.\d+", version):
         return Finding("torch", WARN, found, f"its version cannot be read; pip install 'torch=={NEWEST}' if it fails")
@@ -99,7 +99,7 @@ def judge_version(version: str) -> Finding:
 
 
 def torch_group() -> Finding:
-    """Two ranks make a group through torch.distributed, sum a tensor, destroy the group, and do all of it again."""
+    """Two ranks make a group through torch.distributed, sum a tensor, destroy the group, then repeat it."""
     failure = run_two_ranks("cpu")
     if failure is not None:
         fix = f"pip install --force-reinstall 'torch=={NEWEST}'; if that does not help, report this"
@@ -183,7 +183,7 @@ def judge_gpus(lines: list[str]) -> Finding:
 
 
 def interpreter() -> Finding:
-    """Checks the interpreter: a torch built for another one is a common mistake."""
+    """Which interpreter: a torch built for another one is a common mistake."""
     inside = sys.prefix != sys.base_prefix
     return Finding("environment", OK, f"{sys.executable} ({'a virtual environment' if inside else 'the system'})")
 

@@ -1,4 +1,4 @@
-"""Dumps: one file per rank, in PyTorch's format; the key ``symcomm`` has all that this format has no field for."""
+"""Dumps: one file per rank, in PyTorch's format. The key ``symcomm`` has what that format lacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWITCHES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 
 
 def prefix_from_environment() -> str | None:
-    """The prefix of dump files; the rank's number follows it. None: no dumps were requested."""
+    """The prefix of dump files, before the rank's number; None if nobody asked for dumps."""
     switch = next((os.environ[name] for name in SWITCHES if name in os.environ), "").lower()
     if folder := os.environ.get("SYMCOMM_TRACE_DIR"):
         return os.path.join(folder, FILE)
@@ -37,7 +37,6 @@ def prefix_from_environment() -> str | None:
 
 
 def torchs_prefix() -> str:
-    """torch's default location of dumps."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(cache, "torch", "comm_lib_trace_rank_")
 
@@ -49,7 +48,7 @@ def boot_id() -> str:
 
 
 def ask_name(pid: int) -> str:
-    """A file of this name in the folder of dumps asks a process for its stacks; it is removed with the answer."""
+    """A file of this name in the folder of dumps asks a process for its stacks; the process removes it."""
     return f".ask-{pid}.symcomm"
 
 
@@ -74,7 +73,7 @@ def note(rank: int, pid: int, flight: int, stacks: Sequence[ThreadStack] = (), s
 
 
 def this_rank(collectives: bool | None, stacks: bool | None, only_active: bool | None) -> dict[str, Any]:
-    """What this rank recorded, with the arguments of PyTorch's functions. None: the default."""
+    """What this rank recorded. The arguments are those of PyTorch's functions; None: the default."""
     if not has_arena():
         return torch_dump([], {}, collectives=collectives is not False)
     place = current_arena().flight.address
@@ -96,13 +95,8 @@ def write_for_torch(rank: int, dump: bytes) -> None:
     path.write_bytes(dump)
 
 
-def write(trace: RankTrace, prefix: str, *, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
-    """Write a rank's dump to ``prefix`` and its number. ``replace=False`` keeps an existing dump."""
-    return write_to(f"{prefix}{trace.rank}", trace, timeouts_ms, replace)
-
-
-def write_to(path: str, trace: RankTrace, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
-    """Write atomically: a reader finds a whole dump or none."""
+def write(trace: RankTrace, path: str, *, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
+    """Write a dump atomically: a reader finds a whole one or none. ``replace=False`` keeps an existing dump."""
     groups = dict(enumerate(trace.groups, 1))
     dump = torch_dump(trace.operations, groups, timeouts_ms=timeouts_ms)
     data = as_pickle({**dump, "symcomm": trace.to_dict()})

@@ -1,4 +1,4 @@
-"""FlightRecorderHook: our recorder sees every operation without it; with it, a failure leaves a dump behind."""
+"""FlightRecorderHook: leaves a dump behind when a group fails. (The recorder needs no hook to see operations.)"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FlightRecorderHook:
 
         def dump() -> None:
             if prefix_from_environment() is None:  # else the tracer writes, for dead peers too
-                write(note(rank, os.getpid(), address), torchs_prefix())
+                write(note(rank, os.getpid(), address), f"{torchs_prefix()}{rank}")
 
         hook = FlightRecorderHook(core)
         core.call_hooks.register("abort", hook._id, dump)

@@ -1,11 +1,11 @@
 """Detects and reports a hung interpreter lock.
 
-Native code that keeps Python's interpreter lock (GIL) while it waits stops every thread of a rank, its server too. A
-thread of the C core (``_core/observe/gil_watchdog.c``), which needs no lock, then writes one sentence to stderr: which
-rank, for how long, which thread most likely holds the lock, and what that thread does according to the kernel. It also
-writes it into the first page of the rank's arena, where the servers of its peers find it (``GET /api/v1/peers``).
-Python's own ``faulthandler.dump_traceback_later``, which needs no lock either, adds the Python stacks; a program that
-uses that function itself must set SYMCOMM_GIL_SECONDS=0, because a process has only one such timer.
+Native code that waits while it holds Python's interpreter lock (GIL) stops every thread of a rank, its server too. A
+thread of the C core that needs no lock (``_core/observe/gil_watchdog.c``) then writes one sentence to stderr: which
+rank, for how long, which thread probably holds the lock, and what the kernel says that thread does. It writes the same
+into the first page of the rank's arena, where the peers' servers find it (``GET /api/v1/peers``). Python's own
+``faulthandler.dump_traceback_later`` adds the Python stacks. A process has one such timer, so a program that uses it
+must set SYMCOMM_GIL_SECONDS=0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def seconds_from_environment() -> float:
 
 
 def stall_of(peer: Any) -> str | None:
-    """The report about a rank's interpreter lock in its arena; None: there is none."""
+    """The report in a rank's arena that its interpreter lock hangs, if there is one."""
     return native.gil_watchdog_read(peer.base + NOTE).decode(errors="replace") or None
 
 
@@ -59,7 +59,8 @@ def watch(group: Any, seconds: float, fd: int = STDERR) -> Callable[[], None]:
     def beat() -> None:
         while not done.is_set():
             native.gil_watchdog_beat(handle, _threads())
-            _arm_stacks(seconds * 1.5, fd)  # after the sentence, which comes within 1.25
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may be closed
+                faulthandler.dump_traceback_later(seconds * 1.5, file=fd)  # the sentence comes within 1.25
             done.wait(seconds / 4)
 
     beater = threading.Thread(target=beat, name="symcomm-heartbeat", daemon=True)
@@ -84,8 +85,3 @@ def _threads() -> bytes:
     threads = [t for t in threading.enumerate() if t.native_id and t.name not in OURS]
     threads.sort(key=lambda thread: thread is not threading.main_thread())
     return b"".join(_THREAD.pack(t.native_id, t.name.encode()[:27]) for t in threads)
-
-
-def _arm_stacks(seconds: float, fd: int) -> None:
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may be closed
-        faulthandler.dump_traceback_later(seconds, file=fd)

@@ -23,7 +23,7 @@ def process_state(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """False for zombies too."""
+    """Whether the process exists and is no zombie."""
     return process_state(pid) not in ("", "Z", "X")
 
 
@@ -47,12 +47,12 @@ def _status(pid: int, name: str) -> list[int]:
 
 
 def numbers_of(pid: int) -> list[int]:
-    """A process's pid here, and in the namespaces of its containers."""
+    """The pid of a process here and in the namespaces of its containers."""
     return _status(pid, "NSpid") or [pid]
 
 
 def user_of(pid: int) -> int | None:
-    """The user id of a process. Not the owner of ``/proc/PID``, which is root for some processes of other users."""
+    """The user id of a process. (The owner of ``/proc/PID`` is root for some processes of other users.)"""
     return next(iter(_status(pid, "Uid")), None)
 
 

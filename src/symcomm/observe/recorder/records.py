@@ -9,7 +9,7 @@ from symcomm._core import native
 from symcomm.collectives.plan import ALGORITHMS, Collective
 from symcomm.collectives.select import elements_of
 from symcomm.group.failure import REDUCING, ROOTED, Status
-from symcomm.memory.flight import FlightEntry, Peek, read_flight
+from symcomm.memory.flight import FlightEntry, read_flight
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
 DIRECT, ATTACHED = native.FLIGHT_DIRECT, native.FLIGHT_ATTACHED
@@ -79,8 +79,8 @@ class Operation:
 
 
 class GroupKeys:
-    """A small number for a group's name and ranks: to hash a long tuple for every call would dominate an analysis of
-    all calls. Most calls of a rank share the tuple. Only for calls that stay in memory."""
+    """Numbers for pairs of a group's name and ranks. Hashing a long tuple for every call would dominate an analysis;
+    most calls of a rank share the tuple, so its identity is enough. Only for calls that stay in memory."""
 
     def __init__(self) -> None:
         self._by_identity: dict[tuple[str, int], int] = {}
@@ -95,9 +95,9 @@ class GroupKeys:
         return number
 
 
-def operations_at(address: int, peek: Peek = native.peek) -> list[Operation]:
+def operations_at(address: int) -> list[Operation]:
     """The operations in the flight recorder at ``address``, oldest first."""
-    return [as_operation(entry) for entry in read_flight(address, peek)]
+    return [as_operation(entry) for entry in read_flight(address, native.peek)]
 
 
 def on_this_host(group: Any) -> Any:
@@ -142,7 +142,7 @@ def as_operation(entry: FlightEntry) -> Operation:
         created_ns=native.ticks_to_ns(entry.created),
         finished_ns=native.ticks_to_ns(entry.finished) if entry.finished else None,
         waited_us=entry.waited_us,
-        state="running" if not entry.finished else "completed" if not entry.status else _failure(entry.status),
+        state=_state(entry),
         plan=OTHER_PLANS.get(entry.path, ALGORITHMS[entry.plan]),
         zero_copy=entry.path == DIRECT,
         site=entry.site,
@@ -152,5 +152,7 @@ def as_operation(entry: FlightEntry) -> Operation:
     )
 
 
-def _failure(status: int) -> str:
-    return Status(status).name.lower() if status in set(Status) else f"status {status}"
+def _state(entry: FlightEntry) -> str:
+    if not entry.finished or not entry.status:
+        return "completed" if entry.finished else "running"
+    return Status(entry.status).name.lower() if entry.status in set(Status) else f"status {entry.status}"

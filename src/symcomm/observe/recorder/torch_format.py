@@ -1,9 +1,9 @@
 """Operations in the format of PyTorch's flight recorder, which ``torchfrtrace`` and other tools read.
 
-A dump says less than our records do (no reduce operation, no root), and some things differently:
+That format lacks some of what we record (reduce operation, root), and differs in places:
 
-* The part of a name before the colon must be a backend that ``torchfrtrace`` knows, so ours say ``gloo:``.
-* We record numbers of elements, not shapes: every tensor appears with one dimension.
+* A name begins with a backend that ``torchfrtrace`` knows, so ours say ``gloo:``.
+* We record numbers of elements, not shapes: every tensor has one dimension.
 * A failed operation is one that never completed.
 """
 
@@ -20,7 +20,7 @@ from symcomm.types import DType
 
 VERSION = "2.10"  # of the format, as torch 2.13 writes it
 BACKEND = "gloo"
-MESSAGES = 1 << 32  # added to their numbers: torchfrtrace takes a message and a collective of one number for one call
+MESSAGES = 1 << 32  # added to messages' numbers, or torchfrtrace takes a message and a collective for one call
 SCALAR_TYPES = {
     DType.UINT8: "Byte", DType.INT8: "Char", DType.INT16: "Short", DType.INT32: "Int", DType.INT64: "Long",
     DType.UINT16: "UInt16", DType.UINT32: "UInt32", DType.UINT64: "UInt64", DType.BOOL: "Bool",
@@ -69,8 +69,7 @@ def as_pickle(dump: dict[str, Any]) -> bytes:
 
 
 def as_json(dump: dict[str, Any]) -> bytes:
-    """As torch writes it: no frames, a place for what NCCL says, 0 for times that are not known, and no list of entries
-    while there are none."""
+    """As torch writes it: no frames, a field for NCCL, 0 for unknown times, and no list of entries if it is empty."""
 
     def plain(entry: dict[str, Any]) -> dict[str, Any]:
         times = {k: v or 0 for k, v in entry.items() if k.startswith("time_discovered")}
@@ -84,7 +83,7 @@ def as_json(dump: dict[str, Any]) -> bytes:
 
 
 def latest_of_each_group(operations: Sequence[Operation]) -> list[Operation]:
-    """Drops those of earlier groups of the same name, whose count of collectives starts again."""
+    """Drops operations of earlier groups of the same name, which counted from 0 too."""
     keys = list(map(GroupKeys(), operations))
     starts: dict[int, tuple[int, int]] = {}  # group -> (last sequence number, number of its first operation)
     for key, op in zip(keys, operations, strict=True):

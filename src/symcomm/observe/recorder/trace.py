@@ -19,7 +19,7 @@ from symcomm.observe.recorder.torch_format import latest_of_each_group
 
 @dataclass
 class RankTrace:
-    """One rank: its operations, and what else was noted when they were written down."""
+    """One rank: its operations, and what else its dump says."""
 
     rank: int
     pid: int = 0
@@ -37,21 +37,14 @@ class RankTrace:
 
     def to_dict(self) -> dict[str, Any]:
         facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {
-            **facts,
-            "operations": [op.to_dict() for op in self.operations],
-            "stacks": [stack.to_dict() for stack in self.stacks],
-        }
+        operations, stacks = ([item.to_dict() for item in items] for items in (self.operations, self.stacks))
+        return {**facts, "operations": operations, "stacks": stacks}
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> RankTrace:
-        return cls(
-            **{
-                **facts,
-                "operations": [Operation.from_dict(op) for op in facts["operations"]],
-                "stacks": [ThreadStack.from_dict(stack) for stack in facts["stacks"]],
-            }
-        )
+        operations = [Operation.from_dict(op) for op in facts["operations"]]
+        stacks = [ThreadStack.from_dict(stack) for stack in facts["stacks"]]
+        return cls(**{**facts, "operations": operations, "stacks": stacks})
 
 
 @dataclass
@@ -69,7 +62,7 @@ class Trace:
         return sorted(members - set(self.ranks))
 
     def members(self, group: str) -> list[int]:
-        """The ranks of a group. Recorders leave out long lists; then it is the ranks of which something is known."""
+        """The ranks of a group. Recorders leave out long lists; then the ranks that recorded something of it."""
         known = [(one.rank, g["ranks"]) for one in self.ranks.values() for g in one.groups if g["name"] == group]
         listed = next((ranks for _, ranks in reversed(known) if ranks), None)
         return list(listed) if listed is not None else [rank for rank, _ in known]
@@ -80,7 +73,7 @@ class Trace:
 
 
 class _OnlyData(pickle.Unpickler):
-    """Dumps are plain data. Any other pickle could run code, and a dump may come from an untrusted source."""
+    """Loads plain data only: any other pickle could run code, and a dump may come from anywhere."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it wants {module}.{name}, but a dump holds nothing but plain data")
@@ -92,7 +85,7 @@ def load(place: str | os.PathLike[str]) -> Trace:
     problems = []
     for rank, path in sorted(_dumps_in(Path(place))):
         try:
-            ranks[rank] = read_dump(rank, path)
+            ranks[rank] = parse_dump(rank, path.read_bytes())
         except Exception as error:
             empty = path.is_file() and not path.stat().st_size
             why = "is empty" if empty else f"cannot be read ({type(error).__name__}: {error})"
@@ -126,12 +119,8 @@ def _dumps_in(place: Path) -> Iterable[tuple[int, Path]]:
     return [(rank, path) for _, rank, path in found]
 
 
-def read_dump(rank: int, path: Path) -> RankTrace:
-    """The dump of a rank; raises if something is wrong with it."""
-    return parse_dump(rank, path.read_bytes())
-
-
 def parse_dump(rank: int, data: bytes) -> RankTrace:
+    """The dump of a rank; raises if something is wrong with it."""
     dump = _OnlyData(io.BytesIO(data)).load()
     if not isinstance(dump, dict) or "version" not in dump:
         raise ValueError("it is not a flight recorder's dump")

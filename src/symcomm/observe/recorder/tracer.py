@@ -1,9 +1,9 @@
-"""Writes a rank's dump when something fails; loaded when the environment asks for it (see dump.py).
+"""Writes a rank's dump when something fails; loaded when the environment asks for dumps (see dump.py).
 
 A rank that sees an operation fail writes at once. A rank that hangs in its program does not see that its peers gave up
-on it; a thread writes its dump, with the stacks that show where it hangs. If a rank died or is stopped, a peer writes
-what its memory holds. Ranks that saw the failure wait a moment for the others' dumps before they raise, because a
-launcher ends all ranks once the first has ended.
+on it: a thread writes its dump, with stacks that show where it hangs. For a rank that died or is stopped, a peer writes
+what that rank's memory holds. Ranks that saw the failure wait a moment for the others' dumps before they raise, because
+a launcher ends all ranks once the first has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from symcomm.group import hooks
 from symcomm.group.failure import Status, how_it_ended
-from symcomm.observe.recorder.dump import answer_name, ask_name, note, prefix_from_environment, write, write_to
+from symcomm.observe.recorder.dump import answer_name, ask_name, note, prefix_from_environment, write
 from symcomm.observe.recorder.processes import process_state
 from symcomm.observe.recorder.records import on_this_host
 from symcomm.observe.recorder.stacks import thread_stacks
@@ -29,7 +29,7 @@ GRACE = 0.2  # seconds for a rank to see a failure by itself, before the thread 
 OTHERS = 2.0  # seconds that a rank waits for the others' dumps
 
 
-class _Rank:
+class _TracedRank:
     """A rank of this process; there are several if threads are ranks."""
 
     def __init__(self, rank: int, arena: Any):
@@ -49,7 +49,7 @@ class Tracer:
         self.prefix = prefix
         self.started_wall_ns = time.time_ns()
         self._pid = os.getpid()
-        self._ranks: dict[bytes, _Rank] = {}  # by the nonce of the arena
+        self._ranks: dict[bytes, _TracedRank] = {}  # by the nonce of the arena
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
@@ -57,7 +57,7 @@ class Tracer:
         with self._lock:
             mine = self._ranks.get(group.arena.nonce)
             if mine is None:
-                mine = self._ranks[group.arena.nonce] = _Rank(group.global_ranks[group.rank], group.arena)
+                mine = self._ranks[group.arena.nonce] = _TracedRank(group.global_ranks[group.rank], group.arena)
             mine.groups.add(group)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._watch, name="symcomm-tracer", daemon=True)
@@ -73,20 +73,20 @@ class Tracer:
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def _write(self, mine: _Rank, group: Any) -> None:
+    def _write(self, mine: _TracedRank, group: Any) -> None:
         """Write this rank's dump, and those of peers that can no longer write theirs."""
         with self._lock:
             mine.written.add(group)
             trace = self._note(mine)
             timeouts = {g.name: int(g.timeout * 1000) for g in mine.groups}
             try:
-                write(trace, self.prefix, timeouts_ms=timeouts)
+                write(trace, f"{self.prefix}{trace.rank}", timeouts_ms=timeouts)
                 for peer in self._silent_peers(group):
                     self._write_for(peer, mine)
             except OSError as error:
                 print(f"symcomm: the dump of rank {mine.rank} could not be written: {error}", file=sys.stderr)
 
-    def _note(self, mine: _Rank) -> RankTrace:
+    def _note(self, mine: _TracedRank) -> RankTrace:
         address = mine.arena.flight.address
         trace = note(mine.rank, self._pid, address, thread_stacks(mine.thread), self.started_wall_ns)
         trace.errors = list(mine.errors)
@@ -99,24 +99,25 @@ class Tracer:
         found = []
         for rank, peer in enumerate(group.peers):
             gone = seen[rank]["gone"]
-            end = ""
-            if rank == group.rank:
-                continue
             if gone == Status.DEAD:
                 end = how_it_ended(peer.pid)
             elif gone == Status.LEFT:
                 end = "left"
-            elif process_state(peer.pid) in ("T", "t"):
-                end = "stopped"
-            if end:
-                trace = note(group.global_ranks[rank], peer.pid, peer.flight, (), self.started_wall_ns)
-                trace.end = end
-                found.append(trace)
+            else:
+                end = "stopped" if process_state(peer.pid) in ("T", "t") else ""
+            if end and rank != group.rank:
+                found.append(self._note_of(group.global_ranks[rank], peer, end))
         return found
 
-    def _write_for(self, trace: RankTrace, mine: _Rank) -> None:
+    def _note_of(self, rank: int, peer: Any, end: str) -> RankTrace:
+        """What the memory of a peer holds that does not write itself."""
+        trace = note(rank, peer.pid, peer.flight, (), self.started_wall_ns)
+        trace.end = end
+        return trace
+
+    def _write_for(self, trace: RankTrace, mine: _TracedRank) -> None:
         trace.noted_by = mine.rank
-        write(trace, self.prefix, replace=not self._is_fresh(trace.rank))
+        write(trace, f"{self.prefix}{trace.rank}", replace=not self._is_fresh(trace.rank))
 
     def _is_fresh(self, rank: int) -> bool:
         """Whether this run has written a dump of ``rank``."""
@@ -125,18 +126,16 @@ class Tracer:
         except OSError:
             return False
 
-    def _await_others(self, mine: _Rank, group: Any) -> None:
-        """A rank that does not write in time has no tracer, or is in native code that holds the interpreter lock."""
+    def _await_others(self, mine: _TracedRank, group: Any) -> None:
+        """Wait for the others' dumps, and write those of ranks that have no tracer or hold the interpreter lock."""
         group = on_this_host(group)
         deadline = time.monotonic() + OTHERS
         while time.monotonic() < deadline and not all(self._is_fresh(r) for r in group.global_ranks):
             time.sleep(0.01)
         for peer, rank in zip(group.peers, group.global_ranks, strict=True):
             if not self._is_fresh(rank):
-                trace = note(rank, peer.pid, peer.flight, (), self.started_wall_ns)
-                trace.end = "silent"
                 with contextlib.suppress(OSError):
-                    self._write_for(trace, mine)
+                    self._write_for(self._note_of(rank, peer, "silent"), mine)
 
     # --- the thread ------------------------------------------------------------------------------------------------
 
@@ -154,7 +153,7 @@ class Tracer:
                     self._look_at(mine, group)
             self._answer()
 
-    def _look_at(self, mine: _Rank, group: Any) -> None:
+    def _look_at(self, mine: _TracedRank, group: Any) -> None:
         """Write if the group has failed and this rank did not notice by itself."""
         if group in mine.written or not group.handle.report()["status"]:
             return
@@ -170,7 +169,7 @@ class Tracer:
             return
         with contextlib.suppress(OSError), self._lock:
             for mine in self._ranks.values():
-                write_to(os.path.join(folder, answer_name(self._pid, mine.rank)), self._note(mine))
+                write(self._note(mine), os.path.join(folder, answer_name(self._pid, mine.rank)))
             os.unlink(request)
 
 

@@ -29,7 +29,7 @@ SAY_AGAIN = 60.0  # seconds between two warnings that there are none
 log = logging.getLogger("symcomm.server")
 
 
-class Session(Protocol):
+class ClientSession(Protocol):
     """Serves one client."""
 
     trusted: bool
@@ -42,14 +42,16 @@ class Session(Protocol):
 @dataclass(eq=False)
 class _Client:
     socket: socket.socket
-    session: Session
+    session: ClientSession
     thread: threading.Thread | None = None
 
 
 class ConnectionAcceptor:
-    """``open_session(sock)`` makes what serves a client, without waiting for anything. ``name`` is for the log."""
+    """``open_session(sock)`` returns at once what will serve a client. ``name`` is for the log."""
 
-    def __init__(self, listener: socket.socket, open_session: Callable[[socket.socket], Session], name: str, tls: Any):
+    def __init__(
+        self, listener: socket.socket, open_session: Callable[[socket.socket], ClientSession], name: str, tls: Any
+    ):
         self.closed: Counter[str] = Counter()  # connections that we ended, by reason
         self.pauses = 0  # how often there were no descriptors
         self._say_again = 0.0
@@ -89,12 +91,12 @@ class ConnectionAcceptor:
                 continue
             try:
                 self._admit(client)
-            except Exception as error:  # in any case, others want to be served
+            except Exception as error:  # whatever it was, serve the others
                 self._note("failed", repr(error))
                 client.close()
 
     def _pause(self, error: OSError) -> None:
-        """Probably out of descriptors. Another part of the program may close one: wait, and log it."""
+        """Wait, and log it: we are probably out of descriptors, and another part of the program may close one."""
         self.pauses += 1
         if time.monotonic() > self._say_again:
             fix = "; raise the limit on open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
@@ -105,7 +107,7 @@ class ConnectionAcceptor:
         while not self._ending:
             poll.poll(PAUSE * 1e3)
             with contextlib.suppress(OSError):
-                socket.socket().close()  # whether there is one now
+                socket.socket().close()  # is there a descriptor now?
                 return
 
     def _admit(self, raw: socket.socket) -> None:

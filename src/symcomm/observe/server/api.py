@@ -35,8 +35,7 @@ STORE_SECONDS = 5.0
 
 @route("GET", "/api/v1/rank")
 def rank(request: Request) -> dict[str, Any]:
-    """Which rank this is. ``clock_ns`` is CLOCK_MONOTONIC, the clock of operations' times; the time of day is there,
-    too."""
+    """Which rank this is. ``clock_ns`` is CLOCK_MONOTONIC, the clock of operations' times."""
     facts, group = request.rank, request.rank.group
     return {
         "rank": facts.rank,
@@ -58,7 +57,7 @@ def rank(request: Request) -> dict[str, Any]:
 
 @route("GET", "/api/v1/server")
 def server(request: Request) -> dict[str, Any]:
-    """The server itself: how many clients it has, and how many connections it has ended, by reason."""
+    """The server's clients, and the connections that it has ended, by reason."""
     acceptor = request.rank.acceptor
     return {"connections": acceptor.connections, "closed": dict(acceptor.closed), "pauses": acceptor.pauses}
 
@@ -70,10 +69,10 @@ def server(request: Request) -> dict[str, Any]:
 def operations(request: Request) -> dict[str, Any]:
     """Operations with numbers above ``since``, oldest first, at most ``limit``; of ``rank`` of the first group.
 
-    Ask again with ``since=next``: it stays below what still runs, so that its end is not missed. ``lost`` counts what
-    the ring has forgotten meanwhile.
+    Ask again with ``since=next``; it stays below operations that still run, so that you see their ends. ``lost`` counts
+    what the ring has overwritten meanwhile.
     """
-    group = _group(request)
+    group = request.group
     since = request.get_number("since", 0, 0, 2**63)
     limit = request.get_number("limit", OPERATIONS, 1, MOST_OPERATIONS)
     of_rank = request.get_number("rank", group.rank, 0, group.size - 1)
@@ -96,7 +95,6 @@ def operations(request: Request) -> dict[str, Any]:
 
 @route("GET", "/api/v1/groups")
 def groups(request: Request) -> list[dict[str, Any]]:
-    """The groups that this rank is in."""
     first = request.rank.group
     if first is None:
         return []
@@ -119,21 +117,26 @@ def _group_facts(group: Any) -> dict[str, Any]:
 @route("GET", "/api/v1/peers")
 def peers(request: Request) -> list[dict[str, Any]]:
     """Every rank of the first group on this host, as its shared memory shows it, even one that cannot answer."""
-    group = on_this_host(_group(request))
+    group = on_this_host(request.group)
     return [_peer_facts(group, number, peer) for number, peer in enumerate(group.peers)]
 
 
 @route("GET", "/api/v1/servers")
 def servers(request: Request) -> list[dict[str, Any]]:
-    """Where the servers of the job's ranks are, on all hosts, as they have published it in the store."""
-    group = _group(request)
+    """Where the servers of the job's ranks are, on all hosts, as they published it in the store."""
+    group = request.group
     own = {**server_registry.facts_of(request.rank), "address": request.rank.address}
     if request.rank.store is None:
         return [own]
-    shared = root_of(request.rank.store).clone()  # a connection of our own: the rank's may be waiting
-    shared.set_timeout(timedelta(seconds=STORE_SECONDS))
-    found = {own["rank"]: own} | server_registry.of_job(shared, group.size)
+    found = {own["rank"]: own} | server_registry.of_job(_own_store(request), group.size)
     return [found[number] for number in sorted(found)]
+
+
+def _own_store(request: Request) -> Any:
+    """The rank's store on a connection of our own, since the rank's may be waiting."""
+    shared = root_of(request.rank.store).clone()
+    shared.set_timeout(timedelta(seconds=STORE_SECONDS))
+    return shared
 
 
 def _peer_facts(group: Any, number: int, peer: Any) -> dict[str, Any]:
@@ -149,13 +152,6 @@ def _peer_facts(group: Any, number: int, peer: Any) -> dict[str, Any]:
     }
 
 
-def _group(request: Request) -> Any:
-    group = request.rank.group
-    if group is None:
-        raise CallerError("this server knows of no group; start it with group=, or by SYMCOMM_SERVER=1.")
-    return group
-
-
 # --- the process -------------------------------------------------------------------------------------
 
 
@@ -167,8 +163,8 @@ def stacks(request: Request) -> list[dict[str, Any]]:
 
 @route("GET", "/api/v1/memory")
 def memory(request: Request) -> dict[str, Any]:
-    """This rank's arena, in bytes: addresses, in use, at most so far, freed but kept, and pages it really takes."""
-    arena = _group(request).arena
+    """This rank's arena in bytes: addresses, in use, peak, freed but kept, and the pages that it really takes."""
+    arena = request.group.arena
     return {
         "addresses": arena.nbytes,
         "used": arena.used_bytes,
@@ -189,8 +185,7 @@ def store(request: Request) -> Any:
         refused = Response()
         refused.set_json({"error": "a store's values are shown only to who sends the job's token."}, 401)
         return refused
-    shared = root_of(request.rank.store).clone()  # a connection of our own: the rank's may be waiting
-    shared.set_timeout(timedelta(seconds=STORE_SECONDS))
+    shared = _own_store(request)
     if key:
         if not shared.check([key]):
             raise CallerError(f"the store has no key {key[:200]!r}.")
@@ -203,7 +198,7 @@ def store(request: Request) -> Any:
 
 @route("POST", "/api/v1/dump")
 def dump(request: Request) -> dict[str, Any]:
-    """All of the above except the store, in one document, for a bug report. This writes nothing."""
+    """All of the above but the store, in one document, for a bug report. Writes nothing."""
     request.params.setdefault("limit", str(MOST_OPERATIONS))
     document: dict[str, Any] = {"rank": rank(request), "groups": groups(request), "stacks": stacks(request)}
     if request.rank.group is not None:

@@ -1,7 +1,6 @@
 """One client of a rank's server: what it may request, and how often.
 
-http_session.py does HTTP. This file says who is trusted, and refuses web pages that use a browser on this host to reach
-us.
+http_session.py does HTTP. This file says who is trusted, and refuses web pages that reach us through a browser here.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PARAMETERS = 100
 PAGE = '<h1>symcomm worker server</h1>\n<a href="/handler/">Handler names</a>\n'
 
 
-class Bucket:
+class RateLimit:
     """A rate limit: requests per second, with a burst."""
 
     def __init__(self, rate: float, burst: float):
@@ -48,7 +47,7 @@ class Bucket:
 
 
 def peer_uid(connection: socket.socket) -> int | None:
-    """The user at the other end of a Unix socket, as the kernel knows it."""
+    """The user at the other end of a Unix socket, by the kernel."""
     if connection.family != socket.AF_UNIX:
         return None
     pid_uid_gid = struct.Struct("3i")
@@ -68,15 +67,8 @@ def is_known_host(header: str, names: Iterable[str]) -> bool:
     return host == "localhost" or host in {name.lower() for name in names}
 
 
-def _is_public(method: str, path: str) -> bool:
-    if method == "POST" and path == "/handler/ping":
-        return True
-    known = routes().get((method, path))
-    return known is not None and known.public
-
-
 def _params(query: str, body: bytes, content_type: str) -> dict[str, str]:
-    """Of the query and of a form; the first of a name counts."""
+    """Parameters of the query and of a form; the first of a name counts."""
     pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=PARAMETERS)
     if body and content_type.partition(";")[0].strip().lower() == "application/x-www-form-urlencoded":
         form = body.decode(errors="replace")
@@ -91,15 +83,8 @@ def format_exception(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}\n\nAt:\n{''.join(ours)}"
 
 
-class Connection(HttpSession):
+class RankSession(HttpSession):
     """Serves one client until either side closes."""
-
-    fixed_headers = {
-        "Cache-Control": "no-store",
-        "X-Content-Type-Options": "nosniff",
-        "X-Frame-Options": "DENY",
-        "Referrer-Policy": "no-referrer",
-    }
 
     def __init__(self, sock: socket.socket, server: Any):  # a server.Server
         super().__init__()
@@ -134,12 +119,11 @@ class Connection(HttpSession):
 
     def _has_token(self, head: Head) -> bool:
         scheme, _, given = head.headers.get("Authorization", "").partition(" ")
-        given = given.strip()
-        matches = hmac.compare_digest(given.encode(errors="replace"), self._server.token.encode())
+        matches = hmac.compare_digest(given.strip().encode(errors="replace"), self._server.token.encode())
         return scheme.lower() == "bearer" and bool(self._server.token) and matches
 
     def _check(self, head: Head, path: str, trusted: bool) -> None:
-        """Refuse a request that may not be answered, before any of its body is read."""
+        """Refuse what we may not answer, before we read its body."""
         host, origin = head.headers.get("Host"), head.headers.get("Origin")
         if self._on_network and host is not None and not is_known_host(host, self._server.hosts):
             raise Refusal(
@@ -150,7 +134,9 @@ class Connection(HttpSession):
         bucket = self._server.trusted_bucket if trusted else self._server.stranger_bucket
         if not bucket.take():
             raise Refusal(429, "Too many requests; wait a second.")
-        if not trusted and not _is_public(head.method, path):
+        known = routes().get((head.method, path))
+        is_public = known.public if known else (head.method, path) == ("POST", "/handler/ping")
+        if not trusted and not is_public:
             raise Refusal(
                 401, "The job's token is needed: send `Authorization: Bearer TOKEN` with what SYMCOMM_TOKEN holds."
             )

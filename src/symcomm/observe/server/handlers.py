@@ -163,7 +163,7 @@ def _flag(request: Any, name: str, default: bool) -> bool:
 
 
 def _flight_dump(request: Any, stacks: bool) -> dict[str, Any]:
-    """What the rank of this server has recorded, in PyTorch's format."""
+    """This rank's records, in PyTorch's format."""
     collectives, only_active = _flag(request, "includecollectives", True), _flag(request, "onlyactive", False)
     group = getattr(getattr(request, "rank", None), "group", None)
     if group is None and not has_arena():
@@ -184,7 +184,7 @@ def _fr_trace_pickle(request: Any, response: Any) -> None:
 
 
 def _pyspy_dump(request: Any, response: Any) -> None:
-    """What py-spy shows of this process; takes the parameters ``native``, ``subprocesses`` and ``nonblocking``."""
+    """py-spy's view of this process. Parameters: ``native``, ``subprocesses``, ``nonblocking``."""
     program = shutil.which("py-spy")
     if program is None:
         _reply(response, "py-spy was not found; `pip install py-spy`, or ask dump_traceback.", "text/plain", 500)
@@ -211,8 +211,6 @@ def _wait_counter_values(request: Any, response: Any) -> None:
 
 
 class _Kept:
-    """A response that keeps its content."""
-
     content: str | bytes = "{}"
 
     def set_content(self, content: str | bytes, _content_type: str) -> None:

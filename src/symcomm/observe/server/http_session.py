@@ -1,8 +1,7 @@
 """HTTP/1.1 on one connection: h11 parses it, this file limits sizes and time.
 
 h11 is strict, does no input or output of its own, and needs no other package. What a client sends becomes a request, a
-``Refusal`` that we answer before we hang up, or an OSError, after which the connection is over. Nothing else leaves
-this file.
+``Refusal`` that we answer before we hang up, or an OSError that ends the connection; nothing else leaves this file.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import abc
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from email.message import Message
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any
+from http.client import responses
+from typing import Any, NamedTuple
 
 from symcomm.errors import ResourceError
 from symcomm.observe.server.requests import Response
@@ -23,9 +23,9 @@ HEAD_BYTES = 32 << 10  # request line and headers
 HEADERS = 100
 BODY_BYTES = 1 << 20
 PIECE = 4096  # bytes read at once while a head is incomplete: what a client may send beyond HEAD_BYTES
-FIRST_SECONDS = 5.0  # for a whole request, from the moment we wait for it: the first one, and all of a stranger
-TRUSTED_SECONDS = 30.0  # the same for a connection that was trusted before, such as a page that asks now and then
-WORDS = 200  # characters of a client's input that it may get back
+FIRST_SECONDS = 5.0  # for a whole request, from when we begin to wait: for the first one, and for strangers
+TRUSTED_SECONDS = 30.0  # for later ones of a trusted client, such as a page that asks now and then
+WORDS = 200  # characters of its input that a client may see again
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 
 
@@ -47,37 +47,23 @@ class Refusal(Exception):
         self.status = status
 
 
-class Headers(Mapping[str, str]):
-    """Names in any case; of a header that came more than once, the first one."""
-
-    def __init__(self, pairs: list[tuple[bytes, bytes]]):
-        self._pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in pairs]
-        self._first = dict(reversed(self._pairs))
-
-    def __getitem__(self, name: str) -> str:
-        return self._first[name.lower()]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._first)
-
-    def __len__(self) -> int:
-        return len(self._first)
-
-
-@dataclass(frozen=True)
-class Head:
-    """A request before its body."""
+class Head(NamedTuple):
+    """A request before its body. ``headers``: names in any case, the first of a name counts."""
 
     method: str
     target: str
-    version: str
-    headers: Headers
+    headers: Message
 
 
 class HttpSession(abc.ABC):
     """Serves one client until either side closes. Subclasses answer: ``respond(head)``."""
 
-    fixed_headers: Mapping[str, str] = {}
+    fixed_headers: Mapping[str, str] = {
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+    }
 
     def __init__(self) -> None:
         self.trusted = False
@@ -104,13 +90,13 @@ class HttpSession(abc.ABC):
             self._deadline = time.monotonic() + (TRUSTED_SECONDS if self.trusted else FIRST_SECONDS)
 
     def _serve_one(self) -> bool:
-        """One request; whether another may follow."""
+        """Serve one request; returns whether another may follow."""
         try:
             head = self._read_head()
             if head is None:
                 return False
             response = self.respond(head)
-            self.read_body()  # the rest of it is not the next request
+            self.read_body()  # else the rest would be taken for the next request
         except Refusal as refusal:
             self.end = f"{refusal.status} {refusal}"
             response = Response()
@@ -129,14 +115,11 @@ class HttpSession(abc.ABC):
         event = self._next_event(PIECE)
         if not isinstance(event, self._h11.Request):
             return None
-        head = Head(
-            event.method.decode("ascii"),
-            event.target.decode("latin-1"),
-            event.http_version.decode("ascii"),
-            Headers(list(event.headers)),
-        )
+        head = Head(event.method.decode("ascii"), event.target.decode("latin-1"), Message())
+        for name, value in event.headers:
+            head.headers.add_header(name.decode("latin-1"), value.decode("latin-1"))
         self._wants_head_only = head.method == "HEAD"
-        if head.version not in ("1.0", "1.1"):
+        if event.http_version not in (b"1.0", b"1.1"):
             raise Refusal(505)
         if head.method not in METHODS:
             raise Refusal(501, f"Unsupported method ({head.method[:20]!r})")
@@ -152,7 +135,7 @@ class HttpSession(abc.ABC):
             raise Refusal(413, f"A body may have {BODY_BYTES} bytes.")
 
     def read_body(self) -> bytes:
-        """What is left of the body of the present request."""
+        """The rest of the present request's body."""
         parts: list[bytes] = []
         while self._http.their_state is self._h11.SEND_BODY:
             event = self._next_event(1 << 16)
@@ -179,7 +162,7 @@ class HttpSession(abc.ABC):
             self._http.receive_data(self._receive(piece))
 
     def _receive(self, piece: int) -> bytes:
-        """One deadline for the whole request, however slowly its bytes arrive."""
+        """Every read of a request shares one deadline, however slowly its bytes arrive."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -200,7 +183,7 @@ class HttpSession(abc.ABC):
             headers["Connection"] = "close"
         try:
             fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-            reason = HTTPStatus(response.status).phrase if response.status in _STATUSES else ""
+            reason = responses.get(response.status, "")
             start = self._h11.Response(status_code=response.status, headers=fields, reason=reason.encode())
         except (self._h11.LocalProtocolError, UnicodeEncodeError):  # a handler's headers
             content = b""
@@ -212,6 +195,3 @@ class HttpSession(abc.ABC):
         parts.append(self._http.send(self._h11.EndOfMessage()))
         self.sock.settimeout(TRUSTED_SECONDS if self.trusted else FIRST_SECONDS)
         self.sock.sendall(b"".join(part for part in parts if part))
-
-
-_STATUSES = {int(status) for status in HTTPStatus}

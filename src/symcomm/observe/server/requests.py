@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from symcomm.errors import bad_argument
+from symcomm.errors import CallerError, bad_argument
 
 
 class Request:
@@ -14,7 +14,7 @@ class Request:
 
     ``trusted``: it comes from our own user, or holds the token; only then may it see what the program does.
     ``has_token``: it holds the token itself, which is needed for secrets of the job. ``rank`` is the rank whose server
-    was asked (see server.RankFacts), None when there is none.
+    was asked (see server.ServedRank), None when there is none.
 
     Raises: UnicodeDecodeError from ``body()``, BadArgumentError from ``get_number()``."""
 
@@ -38,6 +38,13 @@ class Request:
         self.trusted = trusted
         self.has_token = has_token
         self.rank = rank
+
+    @property
+    def group(self) -> Any:
+        """The rank's first group. CallerError if the server knows of none."""
+        if self.rank.group is None:
+            raise CallerError("this server knows of no group; start it with group=, or by SYMCOMM_SERVER=1.")
+        return self.rank.group
 
     def body(self) -> str:
         """The body as text; a body that is not UTF-8 raises UnicodeDecodeError, as in PyTorch."""

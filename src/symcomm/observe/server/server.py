@@ -1,17 +1,17 @@
 """The control plane: a small HTTP server in every rank that enables it.
 
-``start()`` opens it on a Unix socket in a private directory, or on a loopback port; who may ask what is decided in
-connection.py, what is answered in handlers.py and api.py, where servers are found in server_registry.py.
-``WorkerServer`` is the same server under PyTorch's name.
+``start()`` opens it on a Unix socket in a private directory, or on a loopback port. connection.py decides who may ask
+what, handlers.py and api.py answer, server_registry.py finds servers. ``WorkerServer`` is the same server under
+PyTorch's name.
 
-One thread waits for clients (asleep in the kernel, no polling), one serves each of them (acceptor.py), and none of them
-takes the interpreter lock while there are no requests. A forked child closes its copies of the sockets and serves
-nothing.
+One thread waits for clients, asleep in the kernel; one more serves each client (acceptor.py). None takes the
+interpreter lock while there are no requests. A forked child closes its copies of the sockets and serves nothing.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing.util
 import os
 import secrets
@@ -27,7 +27,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.observe import server_registry
 from symcomm.observe.server.acceptor import ConnectionAcceptor
-from symcomm.observe.server.connection import Bucket, Connection
+from symcomm.observe.server.connection import RankSession, RateLimit
 from symcomm.observe.server.http_session import load_h11
 
 BACKLOG = 64
@@ -37,8 +37,8 @@ STRANGER_RATE, STRANGER_BURST = 20.0, 40.0
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
-class RankFacts:
-    """Whose server it is. ``group`` is the rank's first, ``store`` where the ranks met; None: not yet, or gone."""
+class ServedRank:
+    """The rank of a server. ``group``: its first, ``store``: where ranks met; None: not yet, or gone."""
 
     def __init__(self, group: Any = None, store: Any = None):
         self.started = time.time()
@@ -58,9 +58,8 @@ class RankFacts:
 
     @property
     def rank(self) -> int | None:
-        return (
-            server_registry.rank_from_environment() if self.group is None else self.group.global_ranks[self.group.rank]
-        )
+        group = self.group
+        return server_registry.rank_from_environment() if group is None else group.global_ranks[group.rank]
 
 
 class Server:
@@ -73,28 +72,35 @@ class Server:
         token: str | None = None,
         hosts: Sequence[str] = (),
         tls: Any = None,
-        rank: RankFacts | None = None,
+        rank: ServedRank | None = None,
     ):
         from symcomm.observe.server import api  # noqa: F401  (its routes)
 
-        self.rank = rank or RankFacts()
+        self.rank = rank or ServedRank()
         self.token = token or os.environ.get("SYMCOMM_TOKEN") or secrets.token_urlsafe(32)
         self.hosts = [*hosts, socket.gethostname()]
         self.tls = tls
-        self.trusted_bucket = Bucket(TRUSTED_RATE, TRUSTED_BURST)
-        self.stranger_bucket = Bucket(STRANGER_RATE, STRANGER_BURST)
+        self.trusted_bucket = RateLimit(TRUSTED_RATE, TRUSTED_BURST)
+        self.stranger_bucket = RateLimit(STRANGER_RATE, STRANGER_BURST)
         self._listener = listener
         self._lock = threading.Lock()
         self._closed = False
-        self.remove = server_registry.remover_of(listener)
+        self.files = server_registry.OwnFiles()
+        if listener.family == socket.AF_UNIX:
+            self.files.add(listener.getsockname())
         self.rank.address = self.address
         try:
             load_h11()
-            self._acceptor = ConnectionAcceptor(listener, lambda sock: Connection(sock, self), "the rank's server", tls)
+            self._acceptor = ConnectionAcceptor(
+                listener, lambda sock: RankSession(sock, self), "the rank's server", tls
+            )
         except (OSError, RuntimeError, errors.ResourceError) as error:
-            self.remove()
+            self.files.remove()
             listener.close()
-            raise error if isinstance(error, errors.ResourceError) else _cannot_start(error) from error
+            if isinstance(error, errors.ResourceError):
+                raise
+            why = getattr(error, "strerror", None) or error
+            raise errors.ResourceError(f"server: it cannot start: {why}.") from error
         self.rank.acceptor = self._acceptor
         _servers.add(self)
         if multiprocessing.parent_process() is not None:  # such a process ends without running atexit's list
@@ -121,12 +127,12 @@ class Server:
     # --- the end -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Stop listening, hang up, and remove the socket's file. Any thread may call this, any number of times."""
+        """Stop listening, hang up, and remove the socket's file. Call it from any thread, any number of times."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self.remove()
+        self.files.remove()
         self._acceptor.shutdown()
         if self.rank.stop_watching is not None:
             self.rank.stop_watching()
@@ -142,10 +148,6 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-def _cannot_start(error: BaseException) -> errors.ResourceError:
-    return errors.ResourceError(f"server: it cannot start: {getattr(error, 'strerror', None) or error}.")
 
 
 def _after_fork() -> None:
@@ -187,7 +189,7 @@ def start(
     ``gil_seconds``: see gil.py; SYMCOMM_GIL_SECONDS or 30 by default, 0 for never.
     """
     kind, _, rest = where.partition(":")
-    rank = RankFacts(group, store if store is not None else getattr(group, "store", None))
+    rank = ServedRank(group, store if store is not None else getattr(group, "store", None))
     if kind == "unix":
         listener = listen_unix(rest or server_registry.socket_path(rank.rank))
     elif kind == "tcp":
@@ -226,23 +228,21 @@ def start_from_environment(group: Any, store: Any = None) -> Server | None:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """A socket at ``path`` that only this user may connect to. What a dead server left there is replaced."""
+    """A socket at ``path`` that only this user may connect to. It replaces a dead server's."""
     if len(os.fsencode(path)) > 107:
         raise errors.bad_argument("server", "path", path, "at most 107 bytes long, as the kernel wants it")
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        if os.path.lexists(path) and not _removed_dead(path):
-            raise errors.CallerError(f"{path} already exists")
-        os.fchmod(listener.fileno(), 0o600)  # before bind, so that it never is anything else
-        listener.bind(path)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise errors.ResourceError(f"Error binding to {path}: {error.strerror}.") from error
-    except errors.CallerError:
-        listener.close()
-        raise
-    listener.setblocking(False)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            if os.path.lexists(path) and not _removed_dead(path):
+                raise errors.CallerError(f"{path} already exists")
+            os.fchmod(listener.fileno(), 0o600)  # before bind, so that it never is anything else
+            listener.bind(path)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise errors.ResourceError(f"Error binding to {path}: {error.strerror}.") from error
+        listener.setblocking(False)
+        stack.pop_all()
     return listener
 
 
@@ -264,21 +264,18 @@ def _removed_dead(path: str) -> bool:
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, place = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise errors.ResourceError(f"Error binding to {host}:{port}: {error.strerror or error}.") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise errors.ResourceError(f"Error binding to {host}:{port}: {error.strerror}.") from error
-    listener.setblocking(False)
+    with contextlib.ExitStack() as stack:
+        try:
+            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, place = found[0]
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise errors.ResourceError(f"Error binding to {host}:{port}: {error.strerror or error}.") from error
+        listener.setblocking(False)
+        stack.pop_all()
     return listener
 
 

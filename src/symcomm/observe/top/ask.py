@@ -1,7 +1,7 @@
 """Asks a running job's processes on demand: where its ranks are in the program, and the store's keys.
 
-A rank that runs a server (``symcomm run --server``) is asked over HTTP; one that traces (``symcomm run --trace DIR``)
-finds a question in its folder of dumps, and answers there. For others, py-spy and the kernel know a little.
+A rank with a server (``symcomm run --server``) is asked over HTTP. One that traces (``symcomm run --trace DIR``) finds
+the question in its folder of dumps, and answers there. Of others, py-spy and the kernel know a little.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KEYS_SHOWN = 2000
 
 
 def ask_stacks(pids: Mapping[int, int], seconds: float = ANSWER) -> dict[int, list[ThreadStack]]:
-    """Stacks of ranks, given with their pids; ``[]`` for one that could have answered and did not."""
+    """Stacks of ranks, given with their pids; ``[]`` for a rank that could have answered and did not."""
     deadline = time.monotonic() + seconds
     servers = _servers_of(pids)
     folders = {rank: folder for rank, pid in pids.items() if rank not in servers and (folder := _folder_of(pid))}
@@ -66,7 +66,7 @@ def _servers_of(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
 
 
 def _from_servers(servers: Mapping[int, dict[str, Any]], deadline: float) -> dict[int, list[ThreadStack]]:
-    """Ask all before reading the first answer, so that one that hangs does not delay the others."""
+    """Ask all before reading the first answer, so that one that hangs delays no other."""
     asked: dict[int, http.client.HTTPConnection] = {}
     found = {}
     troubles = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
@@ -87,7 +87,7 @@ def _left(deadline: float) -> float:
 
 
 def read_answer(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The body, as it comes: memory is not taken for a length that was only announced. OSError if there is no end."""
+    """The body, read as it comes, since an announced length may be a lie. OSError if it does not end."""
     body = bytearray()
     while piece := answer.read(PIECE):
         body += piece
@@ -126,8 +126,8 @@ def _folder_of(pid: int) -> str | None:
 class _Folder:
     """The folder in which a process writes dumps, and is asked by a file of a certain name.
 
-    The process says which folder that is. When root asks, that is another user's word, so the folder must be that
-    user's own; nothing is made for it, and no link in it is followed."""
+    The process names the folder. When root asks, that is another user's word: then the folder must belong to that user,
+    we make nothing there, and we follow no link."""
 
     def __init__(self, path: str, pid: int):
         self._user, as_root = user_of(pid), os.geteuid() == 0
@@ -155,7 +155,7 @@ class _Folder:
         return True
 
     def read(self, name: str) -> bytes:
-        """What the process has written under that name."""
+        """What the process wrote under that name."""
         with open(open_file(name, dir_fd=self._descriptor), "rb") as file:
             facts = os.fstat(file.fileno())
             if facts.st_uid != self._user or facts.st_size > ANSWER_BYTES:
@@ -168,7 +168,7 @@ class _Folder:
 
 
 def _from_folders(folders: Mapping[int, str], pids: Mapping[int, int], deadline: float) -> dict[int, list[ThreadStack]]:
-    """Ranks' tracers answer in files, which are removed."""
+    """Tracers answer in files, which we remove."""
     found: dict[int, list[ThreadStack]] = {}
     asked: dict[int, _Folder] = {}
     with contextlib.ExitStack() as stack:

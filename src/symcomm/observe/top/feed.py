@@ -1,9 +1,8 @@
 """Where a viewer's data comes from: the ranks of a job, observed from outside.
 
-A ``Feed`` is polled and returns what is new. ``attach(pids)`` makes one that reads the flight
-recorders of running processes: their arenas are memory files that any process of the same user can open, read-only,
-under ``/proc/PID/fd``. The ranks do not take part, so this also works while they are stuck, and a file that was opened
-keeps telling what a rank did before it died.
+A ``Feed`` is polled and returns what is new. ``attach(pids)`` makes one that reads the flight recorders of running
+processes: their arenas are memory files that any process of the same user can open under ``/proc/PID/fd``, read-only.
+The ranks take no part, so this works while they are stuck, and an open file still tells what a rank did before it died.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.top.ask import ask_stacks, format_stacks, kernel_stacks, list_store, spied_stacks
 from symcomm.observe.top.jobs import arenas_of
 
-READ_AT_ONCE = 4096  # entries of one rank that one poll reads; a faster rank's older ones are counted, not shown
+READ_AT_ONCE = 4096  # entries of one rank per poll; older ones of a faster rank are counted, not shown
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class GroupFacts:
 
 @dataclass
 class Sample:
-    """What one poll found. ``operations`` holds, by rank of the world, those that began or ended since the last one."""
+    """One poll. ``operations``: by rank of the world, those that began or ended since the last poll."""
 
     now_ns: int
     ranks: list[RankFacts]
@@ -109,7 +108,7 @@ class _Recorder:
         return os.pread(self.fd, length, PAGE + place)
 
     def read(self) -> None:
-        """Copy what is new. Nothing is decoded yet, so that all ranks are read at nearly the same moment."""
+        """Copy what is new. Decoding comes later, so that all ranks are read at nearly the same moment."""
         self.total, self._capacity, self._named, _, forgotten = struct.unpack("<5Q", self.bytes_at(0, 40))
         self.waits = read_waits(self.fd)
         self._pieces = []
@@ -133,10 +132,10 @@ class _Recorder:
         self._pieces.append((first, raw, again))
 
     def decode(self) -> list[Operation]:
-        """Operations that began or ended since the last time, in their order."""
+        """Operations that began or ended since the last poll, in order."""
         if self._named > len(self._groups):
             for number, facts in read_groups(0, self.bytes_at).items():
-                self._groups[number] = {**facts, "ranks": tuple(facts["ranks"])}  # one, which operations share
+                self._groups[number] = {**facts, "ranks": tuple(facts["ranks"])}  # one tuple for all operations
         found = []
         self._unsettled = set()
         for first, raw, again in self._pieces:
@@ -152,7 +151,7 @@ class _Recorder:
         return found
 
     def _entry(self, raw: bytes, again: bytes, at: int) -> FlightEntry | None:
-        """None if the entry was written while we read it."""
+        """None if the entry changed while we read it."""
         fields = ENTRY.unpack_from(again, at)
         if not fields[0] or fields[0] != ENTRY.unpack_from(raw, at)[0]:
             return None
@@ -165,7 +164,7 @@ class _Recorder:
 
     @property
     def world_rank(self) -> int | None:
-        """As the largest group it was ever in numbers it; None before the first."""
+        """The rank's number in the largest group that it was ever in; None before the first."""
         best = max(self._groups.values(), key=lambda g: g.get("size", 0), default=None)
         if best is None:
             return None
@@ -199,7 +198,7 @@ class SharedMemoryFeed(Feed):
         for place, recorder in enumerate(self._recorders):
             new = recorder.decode()
             rank = place if recorder.world_rank is None else recorder.world_rank
-            other = newest.get(rank)  # a process may still hold the arena of a rank that it was before
+            other = newest.get(rank)  # a process may still hold the arena of an earlier rank
             if other is None or recorder.latest_ns >= other.latest_ns:
                 newest[rank], operations[rank] = recorder, new
                 groups.update({(g.name, g.ranks): g for g in recorder.groups})
@@ -231,7 +230,7 @@ class SharedMemoryFeed(Feed):
 
 
 def attach(pids: Iterable[int], title: str = "job", *, call: str = "attach") -> SharedMemoryFeed:
-    """A feed of the ranks in these processes (a process whose ranks are threads has several). ``call``: who asks."""
+    """A feed of the ranks in these processes; if its ranks are threads, a process has several. ``call``: who asks."""
     recorders: list[_Recorder] = []
     seen: set[bytes] = set()
     pids = list(pids)
@@ -246,10 +245,9 @@ def attach(pids: Iterable[int], title: str = "job", *, call: str = "attach") -> 
                     seen.add(nonce)
                     recorders.append(_Recorder(pid, fd))
     if not recorders:
-        raise errors.ResourceError(
-            f"{call}: no rank found in {'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}; "
-            "they must still run on this host, as the same user, and have joined a group."
-        )
+        where = f"{'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}"
+        fix = "they must still run on this host, as the same user, and have joined a group"
+        raise errors.ResourceError(f"{call}: no rank found in {where}; {fix}.")
     return SharedMemoryFeed(recorders, title)
 
 
@@ -258,6 +256,6 @@ class _OwnFeed(SharedMemoryFeed):
         return {}  # a process does not ask itself
 
 
-def attach_arena(fd: int, title: str = "rank") -> SharedMemoryFeed:
+def attach_arena(fd: int) -> SharedMemoryFeed:
     """A feed of one rank of this process, whose arena is open as ``fd``."""
-    return _OwnFeed([_Recorder(os.getpid(), os.dup(fd))], title)
+    return _OwnFeed([_Recorder(os.getpid(), os.dup(fd))], "rank")

@@ -1,8 +1,8 @@
-"""Which jobs of this user run on this host: processes that own arenas. Those that map each other's are one job
-(each the other's: a forked child maps what its parent had mapped, too).
+"""Which jobs of this user run on this host: processes that own arenas. Processes that map each other's arenas are one
+job. (Each must map the other's: a forked child still maps what its parent had mapped.)
 
-A rank's arena is a file that only processes of its job hold. A process that may look into ``/proc/PID/fd`` (of the same
-user, the kernel requires) can open it again, read-only, and the ranks need not help.
+Only processes of a job hold the file of a rank's arena. Another process of the same user can open it again through
+``/proc/PID/fd``, read-only, without help from the ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def arenas_of(pid: int) -> list[str]:
 
 
 def _owner(path: str) -> int:
-    """The process that made an arena, as its first page says."""
+    """The pid of the process that made an arena, from its first page."""
     descriptor = open_file(path)
     try:
         magic, _, pid = struct.unpack("<Q16sQ", os.pread(descriptor, 32, 0).ljust(32, b"\0"))
@@ -110,7 +110,7 @@ Ancestors = Callable[[int], set[int]]
 
 
 def choose_jobs(who: str, wanted: str | None, jobs: list[JobFacts], above: Ancestors = ancestors_of) -> list[JobFacts]:
-    """The jobs that match: a pid (of a rank, or of an ancestor of the ranks), a name, or all."""
+    """The jobs that match a pid (of a rank, or of an ancestor of ranks) or a name; without one, all."""
     if not jobs:
         raise errors.ResourceError(
             f"{who}: no job found; ranks must run on this host, as this user, and have joined a group."

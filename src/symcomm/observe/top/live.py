@@ -17,7 +17,7 @@ from symcomm.observe.top.ask import ask_stacks
 from symcomm.observe.top.feed import Feed, GroupFacts, Sample, attach
 from symcomm.observe.top.jobs import JobFacts
 
-CLOCK = 0.1  # seconds over which the rate of the processor's counter is measured before it is trusted
+CLOCK = 0.1  # seconds to measure the rate of the processor's counter
 NO_STACKS = (
     "ranks tell where they are only when the job runs under `symcomm run --server` or `symcomm run --trace DIR` "
     "(SYMCOMM_SERVER, SYMCOMM_TRACE_DIR)."
@@ -43,7 +43,7 @@ def as_trace(sample: Sample, operations: Mapping[int, Iterable[Operation]]) -> T
 
 
 def _end(operations: list[Operation], a_death: bool) -> str:
-    """How to describe a process that is gone: one that ended after an operation failed did not cause the failure."""
+    """How a process ended that is gone. One that ended after an operation failed did not cause the failure."""
     state = operations[-1].state if operations else "completed"
     if state == "running" or (state == "completed" and a_death):
         return "died"
@@ -74,8 +74,7 @@ def look(job: JobFacts, call: str = "look") -> Trace:
 
 
 def add_stacks(trace: Trace, stacks: Mapping[int, list[ThreadStack]]) -> None:
-    """Adds the ranks' stacks; a rank that did not answer is not running Python, which is the only reason for
-    silence."""
+    """Adds the ranks' stacks. A rank that does not answer runs no Python: nothing else keeps it silent."""
     for rank, found in stacks.items():
         one = trace.ranks[rank]
         one.stacks, one.end = found, one.end or ("" if found else "silent")

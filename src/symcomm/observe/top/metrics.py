@@ -8,6 +8,7 @@ whole job; a rank's server does so for that rank alone, at each request for ``/a
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import threading
@@ -33,18 +34,15 @@ WAYS_TO_WAIT = ("looked", "yielded", "slept")
 
 
 def _library(name: str, extra: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
-        raise errors.ResourceError(
-            f"metrics: the library {name!r} is not installed; `pip install symcomm[{extra}]`."
-        ) from None
+        fix = f"`pip install symcomm[{extra}]`"
+        raise errors.ResourceError(f"metrics: the library {name!r} is not installed; {fix}.") from None
 
 
 class _Children:
-    """What several metrics count under the same labels; looked up once, since that is slow."""
+    """Several metrics under the same labels, which are looked up once, since that is slow."""
 
     def __init__(self, **metrics: Any):
         self._metrics = metrics
@@ -69,32 +67,28 @@ class Meter:
             for kind in (prometheus.Counter, prometheus.Gauge, prometheus.Histogram)
         )
         kind, rank = ("collective", "group"), ("rank",)
-        self._operations = Counter("symcomm_operations", "Operations that ended.", kind)
-        self._bytes = Counter("symcomm_bytes", "Bytes of their tensors.", kind)
-        self._waited = Counter("symcomm_waited_seconds", "Slept until all had come.", kind)
-        ways = (*kind, "way", "thread")
-        self._calls = Counter("symcomm_calls", "Operations that ended, by the way they took.", ways)
-        self._failures = Counter("symcomm_failures", "Operations that failed.", (*kind, "state"))
-        self._latency = Histogram(
-            "symcomm_latency_seconds", "From the call to its end, on each rank.", kind, buckets=BUCKETS
+        seconds = "From the call to its end, on each rank."
+        self._kinds = _Children(
+            operations=Counter("symcomm_operations", "Operations that ended.", kind),
+            bytes=Counter("symcomm_bytes", "Bytes of their tensors.", kind),
+            waited=Counter("symcomm_waited_seconds", "Slept until all had come.", kind),
+            latency=Histogram("symcomm_latency_seconds", seconds, kind, buckets=BUCKETS),
         )
-        self._recorded = Counter("symcomm_recorded_operations", "Operations the rank has begun, seen or not.", rank)
-        self._missed = Counter("symcomm_missed_operations", "Too many at once to be counted one by one.", rank)
+        ways = (*kind, "way", "thread")
+        self._ways = _Children(calls=Counter("symcomm_calls", "Operations that ended, by the path they took.", ways))
+        self._failures = Counter("symcomm_failures", "Operations that failed.", (*kind, "state"))
+        self.arena = Gauge("symcomm_arena_bytes", "Memory the rank's arena takes.", rank)
+        self._ranks = _Children(
+            recorded=Counter("symcomm_recorded_operations", "Operations the rank has begun, seen or not.", rank),
+            missed=Counter("symcomm_missed_operations", "Too many at once to be counted one by one.", rank),
+            arena=self.arena,
+            up=Gauge("symcomm_rank_up", "1 while the rank's process runs.", rank),
+            lag=Gauge("symcomm_rank_lag", "Collectives behind the first rank.", rank),
+        )
         waits = "Waits of more than 10 us: looked on, yielded the core, or slept."
         self._waits = Counter("symcomm_waits", waits, (*rank, "ended"))
-        self.arena = Gauge("symcomm_arena_bytes", "Memory the rank's arena takes.", rank)
-        self._up = Gauge("symcomm_rank_up", "1 while the rank's process runs.", rank)
-        self._lag = Gauge("symcomm_rank_lag", "Collectives behind the first rank.", rank)
         self._stuck = Gauge("symcomm_stuck", "1 while something is stuck.")
-        self._before: dict[int, tuple[int, int]] = {}
-        self._waits_before: dict[int, tuple[int, ...]] = {}
-        self._kinds = _Children(
-            operations=self._operations, bytes=self._bytes, waited=self._waited, latency=self._latency
-        )
-        self._ways = _Children(calls=self._calls)
-        self._ranks = _Children(
-            recorded=self._recorded, missed=self._missed, arena=self.arena, up=self._up, lag=self._lag
-        )
+        self._before: dict[int, tuple[int, ...]] = {}  # by rank: recorded, missed, and waits, as counted so far
 
     def add(self, live: Live) -> None:
         """Count what ``live`` learned in its last refresh."""
@@ -104,21 +98,16 @@ class Meter:
                     self._count(operation)
         for fact, lag in zip(live.ranks, live.lags(), strict=True):
             rank = self._ranks(str(fact.rank))
-            recorded, missed = self._before.get(fact.rank, (0, 0))
-            rank.recorded.inc(max(0, fact.operations - recorded))
-            rank.missed.inc(max(0, fact.missed - missed))
-            self._before[fact.rank] = fact.operations, fact.missed
-            self._count_waits(fact.rank, fact.waits)
+            waits = (self._waits.labels(str(fact.rank), way) for way in WAYS_TO_WAIT[: len(fact.waits)])
+            now = (fact.operations, fact.missed, *fact.waits)
+            before = self._before.get(fact.rank, (0,) * len(now))
+            for counter, count, counted in zip((rank.recorded, rank.missed, *waits), now, before, strict=False):
+                counter.inc(max(0, count - counted))
+            self._before[fact.rank] = now
             rank.arena.set(fact.arena_bytes)
             rank.up.set(int(fact.alive))
             rank.lag.set(lag)
         self._stuck.set(int(live.verdict() is not None))
-
-    def _count_waits(self, rank: int, waits: tuple[int, ...]) -> None:
-        before = self._waits_before.get(rank, (0,) * len(waits))
-        for way, count, counted in zip(WAYS_TO_WAIT, waits, before, strict=False):
-            self._waits.labels(str(rank), way).inc(max(0, count - counted))
-        self._waits_before[rank] = waits
 
     def _count(self, operation: Operation) -> None:
         assert operation.finished_ns is not None
@@ -142,16 +131,15 @@ class Meter:
         try:
             self._prometheus.write_to_textfile(str(target), self.registry)
         except OSError as error:
-            raise errors.ResourceError(
-                f"metrics: {target} cannot be written ({error.strerror}); name a file in a directory that is yours."
-            ) from error
+            fix = "name a file in a directory that is yours"
+            raise errors.ResourceError(f"metrics: {target} cannot be written ({error.strerror}); {fix}.") from error
 
 
 # --- of one rank, from its server ------------------------------------------------------------------------------------
 
 
 class _RankMeter:
-    """Counts one rank's operations from one question to the next."""
+    """Counts one rank's operations between requests."""
 
     def __init__(self, arena: Any):
         from symcomm.observe.top.feed import attach_arena
@@ -177,9 +165,7 @@ _meters_lock = threading.Lock()
 @route("GET", "/api/v1/metrics")
 def metrics(request: Request) -> Response:
     """This rank's metrics, in Prometheus's text format."""
-    group = request.rank.group
-    if group is None:
-        raise errors.CallerError("this server knows of no group; start it with group=, or by SYMCOMM_SERVER=1.")
+    group = request.group
     try:
         with _meters_lock:
             if group.arena not in _meters:

@@ -25,11 +25,13 @@ IDLE, COMPUTING, COMMUNICATING, WAITING, LATE, FAILED, DEAD = range(len(STATES))
 
 BIN_NS = 1_000_000_000  # width of a column of the heat map
 BINS = 60
-USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if normal) that are no rank's fault
+USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if normal) that blame no rank
 RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in instances
 RECENT = 8  # operations of each rank that a verdict looks at, beside its last one in each group
 SAMPLES = 512  # instances of one collective and size that percentiles are made of
-STANDS_OUT = 0.75  # of all waiting, that a rank of two or three must have caused; of more, twice an even share
+STANDS_OUT = (
+    0.75  # the share of all waiting that one of two or three ranks must cause; of more ranks, twice an even share
+)
 WAIT_NS = 200_000_000  # a rank that waits longer than this is shown as waiting
 STUCK_S = 5.0  # a rank that waits longer than this is stuck
 STACKS_S = 5.0  # how long a rank's stacks may be shown before it is asked again
@@ -40,7 +42,7 @@ GroupKey = tuple[str, tuple[int, ...]]
 
 
 def group_of(operation: Operation) -> GroupKey:
-    """Name and first rank: disjoint groups may share a name, and to hash all ranks of a large one takes long."""
+    """Name and first rank: disjoint groups may share a name, and hashing all ranks of a large one takes long."""
     return operation.group, operation.ranks[:1]
 
 
@@ -49,7 +51,7 @@ class CollectiveInstance:
     """One collective of all its ranks, or one message of one rank. Times by rank of the world."""
 
     ident: int
-    first: Operation  # the call, from the rank that we heard from first
+    first: Operation  # the call, as the first rank reported it
     size: int
     version: int = 0  # of the model, when it last changed
     starts: dict[int, int] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class CollectiveInstance:
 
 @dataclass
 class Numbers:
-    """Samples of one collective and size, in seconds: how long it moved data once all had come, and waited before."""
+    """Samples of one collective and size, in seconds: the time to move data after all had come, and the wait before."""
 
     nbytes: int
     count: int = 0
@@ -94,7 +96,7 @@ class Numbers:
 
 @dataclass
 class Lateness:
-    """How often a rank was the last to come, and how long the middle rank (of two: the other) waited for it then."""
+    """How often a rank came last, and how long the middle rank (of two: the other) then waited for it."""
 
     rank: int
     times: int = 0
@@ -185,7 +187,7 @@ class Live:
         return known or len(self.sample.ranks)
 
     def _close_instances(self) -> None:
-        """Collectives that are over, and those of which we missed a part (a ring was overwritten before we read it)."""
+        """Drop collectives that are over, and those that we missed a part of (their ring was overwritten)."""
         for key, instance in list(self.running.items()):
             if not instance.is_over or not (instance.is_whole or self._everyone_passed(instance)):
                 continue
@@ -227,7 +229,7 @@ class Live:
         oldest = self.sample.now_ns // BIN_NS - BINS
         for column in [c for c in self.heat if c < oldest]:
             del self.heat[column]
-        if len(self.running) > 4096:  # of ranks that left without ending their operations
+        if len(self.running) > 4096:  # ranks left without ending their operations
             for key in list(self.running)[: len(self.running) - 4096]:
                 del self.running[key]
 
@@ -242,7 +244,7 @@ class Live:
         return self.sample.groups
 
     def absent(self, instance: CollectiveInstance) -> list[int]:
-        """Ranks that have not arrived at a collective, as far as we know."""
+        """Ranks that, as far as we know, have not arrived at a collective."""
         reached = self.reached.get(group_of(instance.first), {})
         members = instance.first.ranks or tuple(fact.rank for fact in self.ranks)
         seq = instance.first.seq
@@ -290,7 +292,7 @@ class Live:
         return [behind.get(fact.rank, 0) for fact in self.ranks]
 
     def verdict(self) -> Verdict | None:
-        """What is wrong, in one sentence; None while nothing is. Found once for each refresh."""
+        """What is wrong, in one sentence, or None. Found once per refresh."""
         if self._judged[0] != self.version:
             self._judged = self.version, self._judge()
         return self._judged[1]
@@ -304,12 +306,12 @@ class Live:
         return judge(trace, self.stuck_after)
 
     def _known(self, rank: int) -> list[Operation]:
-        """Its recent operations and its last ones in each group, in their order."""
+        """Its recent operations and the last one in each group, in order."""
         known = {op.number: op for op in self.latest.get(rank, {}).values()} | self.recent[rank]
         return [known[number] for number in sorted(known)]
 
     def _ask(self, blamed: list[int]) -> dict[int, list[ThreadStack]]:
-        """The stacks of the ranks at fault, which are not asked again at each refresh."""
+        """The stacks of the ranks at fault; asks again only after a while."""
         when, whom, _ = self._told
         if whom != blamed or self.sample.now_ns - when > STACKS_S * 1e9:
             alive = [fact.rank for fact in self.ranks if fact.rank in blamed and fact.alive and not fact.stopped]
@@ -317,7 +319,7 @@ class Live:
         return self._told[2]
 
     def stragglers(self, most: int = 5) -> list[Lateness]:
-        """Ranks that came last, the one that was waited for longest first."""
+        """Ranks that came last, the longest awaited first."""
         return sorted((late for late in self.late.values() if late.times), key=lambda late: -late.seconds)[:most]
 
     def straggler(self) -> Lateness | None:

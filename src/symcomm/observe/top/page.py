@@ -1,8 +1,8 @@
 """Serves the live page: one HTML file, the JSON it polls, stacks and store keys on demand, and metrics.
 
-What is served reveals a program's internals, so it is guarded like the ranks' own servers: it listens on the loopback
-address, every request but the (empty) page needs the token, a request must name us as its host (a web site that points
-its own name at 127.0.0.1 gets nothing), and everything is read-only.
+The page shows a program's internals, so it is guarded like the ranks' own servers: it listens on the loopback address;
+every request but the (empty) page needs the token; a request must name us as its host, so that a web site that points
+its own name at 127.0.0.1 gets nothing; and everything is read-only.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from symcomm import errors
 from symcomm.observe.server.acceptor import ConnectionAcceptor
 from symcomm.observe.server.http_session import Head, HttpSession, load_h11
 from symcomm.observe.server.requests import Response
+from symcomm.observe.server.server import listen_tcp
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.snapshot import snapshot
 
@@ -32,14 +33,13 @@ if TYPE_CHECKING:
     from symcomm.observe.top.metrics import Meter
 
 REFRESH_S = 0.5
-BACKLOG = 16
 REQUESTS_AT_ONCE = 16
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @lru_cache(maxsize=1)
 def page() -> tuple[bytes, str]:
-    """The page, and the policy that lets exactly its own script and style run, and nothing be loaded from elsewhere."""
+    """The page, and the policy by which it runs exactly its own script and style, and loads nothing."""
     text = files("symcomm.observe.top").joinpath("top.html").read_text(encoding="utf-8")
 
     def digests(tag: str) -> str:
@@ -54,27 +54,20 @@ def page() -> tuple[bytes, str]:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise errors.ResourceError(
-            f"symcomm top: cannot listen on {host} port {port} ({error.strerror}); choose another --port, or 0."
-        ) from error
-    listener.setblocking(False)
-    return listener
+        return listen_tcp(host, port)
+    except errors.ResourceError as error:
+        why = getattr(error.__cause__, "strerror", None) or error
+        fix = "choose another --port, or 0"
+        raise errors.ResourceError(f"symcomm top: cannot listen on {host} port {port} ({why}); {fix}.") from error
 
 
 class PageServer:
     """Reads ``live`` twice a second and serves it until ``close()``. ``url`` is what to open, token and all."""
 
-    def __init__(self, live: Live, host: str = "127.0.0.1", port: int = 0, token: str | None = None):
+    def __init__(self, live: Live, host: str = "127.0.0.1", port: int = 0):
         self.live = live
-        self.token = token or secrets.token_urlsafe(24)
+        self.token = secrets.token_urlsafe(24)
         self.lock = threading.Lock()
         self.metrics: Callable[[], tuple[str, bytes]] | None = None
         self.observers: list[Callable[[Live], None]] = []
@@ -101,7 +94,7 @@ class PageServer:
                 for observe in self.observers:
                     observe(self.live)
                 self.problem = ""
-            except Exception as error:  # the page says it, and goes on trying
+            except Exception as error:  # the page shows it; try again next time
                 self.problem = f"{type(error).__name__}: {error}"
 
     def attach_meter(self, meter: Meter) -> None:
@@ -128,7 +121,7 @@ class PageServer:
     # --- answers --------------------------------------------------------------------------------------------------
 
     def answer(self, path: str, query: dict[str, str]) -> tuple[str, bytes] | None:
-        """(content type, body) of an authenticated request; None: there is no such thing."""
+        """(content type, body) for an authenticated request; None if there is no such page."""
         if path == "/api/v1/snapshot":
             since = query.get("since", "0")
             with self.lock:
@@ -159,11 +152,8 @@ class _Connection(HttpSession):
     """One browser's connection."""
 
     fixed_headers = {
+        **HttpSession.fixed_headers,
         "Content-Security-Policy": "default-src 'none'",
-        "Cache-Control": "no-store",
-        "X-Content-Type-Options": "nosniff",
-        "X-Frame-Options": "DENY",
-        "Referrer-Policy": "no-referrer",
         "Cross-Origin-Resource-Policy": "same-origin",
         "Cross-Origin-Opener-Policy": "same-origin",
     }

@@ -1,7 +1,7 @@
 """A feed of ranks on any number of hosts, from their servers (``symcomm run --server``), asked concurrently.
 
-Hosts have clocks of their own. An answer carries the server's time, read between our question and its answer; the
-quickest answer so far best tells how far the clocks are apart.
+Each host has its own clock. An answer carries the server's time, read between our question and its arrival; the
+quickest answer so far tells best how far the clocks are apart.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from symcomm import errors
@@ -40,7 +39,7 @@ def get_json(address: str, token: str, path: str, seconds: float = ANSWER) -> An
 
 
 class _Server:
-    """One rank, as its server tells."""
+    """One rank, through its server."""
 
     def __init__(self, facts: dict[str, Any], token: str):
         self.rank, self.pid, self.address, self.token = facts["rank"], facts["pid"], facts["address"], token
@@ -53,8 +52,8 @@ class _Server:
         self._memory_at = 0.0
 
     def poll(self) -> list[Operation]:
-        """Operations that began or ended since the last time, on our clock. A server that no longer listens is dead;
-        one that does not answer in time may be busy."""
+        """Operations that began or ended since the last poll, on our clock. A server that does not listen is dead; one
+        that is late may be busy."""
         try:
             found = self._read()
             if time.monotonic() > self._memory_at:
@@ -81,14 +80,12 @@ class _Server:
         for facts in answer["operations"]:
             self.total = max(self.total, facts["number"])
             if facts["number"] not in self._ended:
-                found.append(self._on_our_clock(Operation.from_dict(facts)))
+                op = Operation.from_dict(facts)
+                finished = None if op.finished_ns is None else op.finished_ns + self._offset
+                found.append(op.changed(created_ns=op.created_ns + self._offset, finished_ns=finished))
         self._ended |= {op.number for op in found if op.finished_ns is not None}
         self._ended = {number for number in self._ended if number > answer["next"]}
         return found
-
-    def _on_our_clock(self, op: Operation) -> Operation:
-        finished = None if op.finished_ns is None else op.finished_ns + self._offset
-        return replace(op, created_ns=op.created_ns + self._offset, finished_ns=finished)
 
     def stacks(self) -> list[ThreadStack]:
         with contextlib.suppress(*FAILURES):
@@ -128,11 +125,10 @@ class ServersFeed(Feed):
 
 
 def attach_servers(address: str, token: str) -> ServersFeed:
-    """A feed of a whole job, found through the server of any of its ranks. All ranks must have the same token."""
+    """A feed of a whole job, found through any rank's server. All ranks must have the same token."""
     if not address.startswith(("http://", "https://", "unix:")):
-        raise errors.bad_argument(
-            "symcomm top", "--server", address, "http://HOST:PORT, https://HOST:PORT or unix:PATH"
-        )
+        allowed = "http://HOST:PORT, https://HOST:PORT or unix:PATH"
+        raise errors.bad_argument("symcomm top", "--server", address, allowed)
     try:
         known = get_json(address, token, "/api/v1/servers")
         first = get_json(address, token, "/api/v1/rank")

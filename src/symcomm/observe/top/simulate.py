@@ -35,14 +35,14 @@ START_PID = 41_000
 
 @dataclass
 class _SimulatedCollective:
-    """What every rank does in one collective, decided as soon as its step begins."""
+    """What every rank does in one collective, decided when its step begins."""
 
     operations: list[Operation]  # by rank, finished (unless a rank never arrives)
     missing: set[int]
 
 
 class SimulatedFeed(Feed):
-    """``ranks`` ranks; ``stuck`` stops for good after ``stuck_after`` seconds; ``straggler`` is always late."""
+    """``ranks`` ranks. ``stuck`` stops for good after ``stuck_after`` seconds; ``straggler`` is always late."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class SimulatedFeed(Feed):
         self.title = f"simulated job, {ranks:,} rank{'s' if ranks > 1 else ''}"
         self._world, self._straggler, self._stuck = ranks, straggler, stuck
         self._random = random.Random(seed)
-        self._pace = max(1.0, ranks / 64)  # large jobs compute longer, and what we tell per second stays bounded
+        self._pace = max(1.0, ranks / 64)  # large jobs compute longer, which bounds what we report per second
         self._clock = clock
         self._members = tuple(range(ranks))
         self._seq = 0
@@ -71,14 +71,14 @@ class SimulatedFeed(Feed):
         self._stuck_ns = self._next_ns + int((history + stuck_after) * 1e9) if stuck is not None else None
         self._step = 0
         self._ended: list[int] = [0] * ranks
-        self._told: dict[int, set[int]] = {}  # seq -> ranks whose operation was told as running
+        self._told: dict[int, set[int]] = {}  # seq -> ranks whose operation we reported as running
         self._open: list[_SimulatedCollective] = []
         self._halted = False
 
     # --- the job ------------------------------------------------------------------------------------------------
 
     def _plan_next(self) -> _SimulatedCollective:
-        """The next collective: each rank computes, comes, waits for the last, and moves data."""
+        """The next collective: each rank computes, arrives, waits for the last, and moves data."""
         call, dtype, count, op, compute, moving = STEP[self._step]
         site = SITES[self._step]
         gauss, late = self._random.gauss, self._straggler
@@ -128,7 +128,7 @@ class SimulatedFeed(Feed):
         return Sample(now, ranks, told, groups)
 
     def _tell(self, plan: _SimulatedCollective, now: int, told: dict[int, list[Operation]]) -> bool:
-        """Tell what of a collective has happened by ``now``; True once there is nothing more to come."""
+        """Report what of a collective has happened by ``now``; True once it is over."""
         seq = plan.operations[0].seq
         running = self._told.setdefault(seq, set())
         done = True

@@ -41,7 +41,7 @@ def snapshot(live: Live, since: int = 0) -> dict[str, Any]:
 
 
 def _ranks(live: Live) -> dict[str, list[Any]]:
-    """Column by column: with 1,000 ranks that is a third of the bytes that rows take."""
+    """Column by column: for 1,000 ranks, a third of the bytes of rows."""
     doing = [live.current.get(fact.rank) for fact in live.ranks]
     now = live.sample.now_ns
     return {
@@ -67,7 +67,7 @@ def _verdict(live: Live) -> dict[str, Any] | None:
 
 
 def _pulse(live: Live) -> dict[str, float]:
-    """Rates of the last seconds: operations, bytes, and the part of the ranks' time spent waiting for the last one."""
+    """Rates of the last seconds: operations, bytes, and the share of the ranks' time spent waiting for the last one."""
     begin = live.sample.now_ns - PULSE_NS
     count, nbytes, waited = 0, 0, 0
     for instance in reversed(live.over):
@@ -86,7 +86,7 @@ def _pulse(live: Live) -> dict[str, float]:
 
 
 def _instances(live: Live, since: int) -> tuple[list[list[Any]], int]:
-    """The newest that fit, oldest first, and how many did not. Those that still run are always there."""
+    """The newest that fit, oldest first, and how many did not. Running ones are always included."""
     rows: list[list[Any]] = []
     operations = skipped = 0
     place = {fact.rank: i for i, fact in enumerate(live.ranks)}
