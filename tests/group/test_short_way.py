@@ -21,7 +21,7 @@ from symcomm.group import torch_layout
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.p2p import Message
 from symcomm.group.process_group import ProcessGroup
-from symcomm.ops import CACHED
+from symcomm.ops import BY_NAME, CACHED
 from symcomm.torch_backend import options_layout
 from tests.support.tensor_kinds import OF_THEIR_MEMORY, OTHERS, at_low_address, low_buffer
 
@@ -467,3 +467,9 @@ def _changed_timeout(g: ProcessGroup) -> None:
 
 def test_a_call_that_the_core_makes_alone_has_the_groups_present_timeout():
     threads(_changed_timeout)
+
+
+def test_the_core_knows_calls_by_their_numbers():
+    """A list of one tensor is that tensor to some calls; others refuse it, also when they have seen the tensor."""
+    assert native.CALL_ALL_TO_ALL_SINGLE == BY_NAME["all_to_all_single"].number
+    assert native.CALLS_OF_SINGLES == sum(1 << op.number for op in CACHED.values() if op.listed is False)

@@ -154,6 +154,7 @@ class Group:
 # --- operations: exec/, torch/ ----------------------------------------------------------------------------------------
 
 CALL_ALL_TO_ALL_SINGLE: int
+CALLS_OF_SINGLES: int
 OP_COPY: int
 OP_REDUCE: int
 OP_SIGNAL: int

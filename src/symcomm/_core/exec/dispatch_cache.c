@@ -21,7 +21,8 @@ enum { /* what a call of one kind does to this rank's outputs, as autograd sees 
        EFFECT_COPIES = 2, /* as if torch's copy_ had written them: whether they may be is a question for torch */
 };
 
-enum { CALL_ALL_TO_ALL_SINGLE = 5 }; /* its number in symcomm/ops.py: the one that cannot work in place */
+/* Numbers in symcomm/ops.py: of the call that cannot work in place, and of those that take tensors only, no lists. */
+enum { CALL_ALL_TO_ALL_SINGLE = 5, CALLS_OF_SINGLES = 1 << 2 | 1 << 4 | 1 << CALL_ALL_TO_ALL_SINGLE | 1 << 10 };
 
 struct call_key { /* what a plan depends on */
     int64_t call, detail, dtype, count, out_count, n_in, n_out;
@@ -144,6 +145,7 @@ static void release_tensors(struct call_tensors *t) {
 static bool view_tensors(const struct group *g, PyObject *input, PyObject *output, int fewest, struct call_key *k,
                          struct call_tensors *t) {
     t->inputs = t->outputs = NULL;
+    if (CALLS_OF_SINGLES >> (k->call & 31) & 1) fewest = 2; /* which it was never run with */
     k->n_in = view_all(input, fewest, &t->inputs, t->in, &k->count, &k->dtype);
     if (k->n_in < 0) return false;
     if (input == output && k->n_in == 1) {
@@ -321,6 +323,7 @@ static PyMethodDef functions[] = {
 
 static const struct constant constants[] = {
     CONSTANT(CALL_ALL_TO_ALL_SINGLE),
+    CONSTANT(CALLS_OF_SINGLES),
     CONSTANT(EFFECT_WRITES),
     CONSTANT(EFFECT_COPIES),
     {NULL, 0},
