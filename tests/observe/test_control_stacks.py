@@ -1,9 +1,11 @@
-"""Asking another user's processes for their stacks, as root: nothing that user prepared is followed or trusted."""
+"""Asking another user's processes for their stacks, as root: what that user prepared is not trusted."""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
-import signal
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -11,122 +13,111 @@ from pathlib import Path
 
 import pytest
 
-from symcomm.observe.recorder import dump
-from symcomm.observe.recorder.stacks import Frame, ThreadStack
-from symcomm.observe.recorder.trace import RankTrace
+from symcomm._core import native
+from symcomm.memory.arena import Arena, use_arena
+from symcomm.memory.flight import flight_bytes
+from symcomm.memory.heap import PAGE
+from symcomm.observe.recorder import whereabouts
+from symcomm.observe.recorder.stacks import Frame, ThreadStack, where
+from symcomm.observe.recorder.whereabouts import Question, answer
 from symcomm.observe.top import ask, jobs
 
 pytestmark = pytest.mark.without_torch
 
 NOBODY = 65534
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
+PLACE = PAGE + flight_bytes(0)
+HEAD = struct.Struct("<4I")  # struct whereabouts: asked, answered, version, length
 STACKS = [ThreadStack("MainThread", True, (Frame("train.py", 7, "step"),))]
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="giving a file away needs root")
 
 
 @pytest.fixture
-def user(tmp_path: Path) -> Iterator[int]:
-    """The pid of a process of user "nobody"."""
-    pid = os.fork()
-    if pid == 0:
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os._exit(0)
-    os.waitpid(pid, os.WUNTRACED)
-    yield pid
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That user's folder of dumps, which the environment of its process names."""
-    path = tmp_path / "dumps"
-    monkeypatch.setattr(ask, "environment_of", lambda pid: {"SYMCOMM_TRACE_DIR": str(path)})
+def arena(tmp_path: Path) -> Path:
+    """What looks like an arena of this process, whose recorder has no entries."""
+    path = tmp_path / f"symcomm-{'0' * 32}"
+    path.write_bytes(b"")
+    os.truncate(path, PLACE + native.WHEREABOUTS_BYTES)
     return path
 
 
-def own(path: Path, uid: int = NOBODY) -> Path:
-    os.chown(path, uid, uid, follow_symlinks=False)
-    return path
-
-
-def asked(user: int, seconds: float = 0.3) -> dict:
+def asked(arena: Path, seconds: float = 0.3) -> list[ThreadStack]:
     begun = time.monotonic()
-    found = ask.ask_stacks({3: user}, seconds)
+    found = ask.ask_stacks({3: (os.getpid(), str(arena))}, seconds)
     assert time.monotonic() - begun < seconds + 30  # it does not wait for ever
-    return found
+    assert list(found) == [3]
+    return found[3]
+
+
+def write(arena: Path, text: bytes, answered: int = 1, version: int = 2, length: int | None = None) -> None:
+    with open(arena, "r+b") as file:
+        file.seek(PLACE)
+        file.write(HEAD.pack(0, answered, version, len(text) if length is None else length) + text)
+
+
+SAID = json.dumps([stack.to_dict() for stack in STACKS]).encode()
+
+
+def test_an_answer(arena):
+    write(arena, SAID)
+    assert asked(arena) == STACKS
+    assert HEAD.unpack(arena.read_bytes()[PLACE : PLACE + 16])[0] == 1, "the question was raised by one"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b'[{"name": 1}]',
+        b"[" * 5000,
+        SAID.replace(b"7", b'"7"'),
+        SAID.replace(b'"step"', b"{}"),
+    ],
+)
+def test_an_answer_that_is_none(arena, text):
+    write(arena, text)
+    assert asked(arena) == []
+
+
+def test_an_answer_to_an_earlier_question_does_not_count(arena):
+    write(arena, SAID, answered=0)
+    assert asked(arena) == []
+
+
+def test_an_answer_that_is_being_written_does_not_count(arena):
+    write(arena, SAID, version=3)
+    assert asked(arena) == []
+    write(arena, SAID, length=native.WHEREABOUTS_TEXT + 1)
+    assert asked(arena) == []
+
+
+def test_a_file_that_becomes_shorter_kills_nobody(arena, monkeypatch):
+    real = native.wake_whereabouts
+
+    def shorten(place: int) -> None:
+        os.truncate(arena, 0)
+        real(place)
+
+    monkeypatch.setattr(native, "wake_whereabouts", shorten)
+    assert asked(arena) == []
 
 
 @as_root
-def test_an_honest_process_of_another_user_is_asked(user, folder):
-    folder.mkdir()
-    own(folder)
-    question = folder / dump.ask_name(user)
-
-    def answer() -> None:
-        while not question.exists():
-            time.sleep(0.005)
-        path = dump.write(RankTrace(3, user, stacks=STACKS), str(folder / dump.answer_name(user, 3)))
-        own(Path(path))
-        question.unlink()
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    assert asked(user, 10.0) == {3: STACKS}
-    thread.join(10)
-    assert list(folder.iterdir()) == [], "nothing of it stays"
-
-
-@as_root
-def test_a_question_is_not_written_through_a_link(user, folder, tmp_path):
-    folder.mkdir()
-    victim = tmp_path / "victim"
-    (folder / dump.ask_name(user)).symlink_to(victim)
-    own(folder / dump.ask_name(user))
-    own(folder)
-    assert asked(user) == {3: []}
-    assert not victim.exists()
-
-
-@as_root
-@pytest.mark.parametrize("way", ["link", "plain", "missing"])
-def test_nothing_is_made_in_folders_of_others(user, folder, tmp_path, way):
-    ours = tmp_path / "ours"
-    ours.mkdir()
-    if way == "link":
-        folder.symlink_to(ours)
-        own(folder)
-    elif way == "plain":
-        folder.mkdir()
-    assert asked(user) == {3: []}
-    assert list(ours.iterdir()) == []
-    assert way != "missing" or not folder.exists()
-    assert way != "plain" or list(folder.iterdir()) == []
-
-
-@as_root
-@pytest.mark.parametrize("kind", ["link", "hard link", "fifo", "folder", "huge"])
-def test_an_answer_must_be_a_file_of_the_process_itself(user, folder, tmp_path, kind):
-    folder.mkdir()
-    answer, secret = folder / dump.answer_name(user, 3), tmp_path / "secret"
-    dump.write(RankTrace(3, user, stacks=STACKS), str(secret))
-    if kind == "link":
-        answer.symlink_to(secret)
-    elif kind == "hard link":
-        os.link(secret, answer)
-    elif kind == "fifo":
-        os.mkfifo(answer)
-    elif kind == "folder":
-        answer.mkdir()
+@pytest.mark.parametrize("kind", ["other's", "short", "fifo", "missing"])
+def test_nothing_is_written_into_what_is_no_arena_of_that_user(arena, kind):
+    if kind == "other's":
+        os.chown(arena, NOBODY, NOBODY)
+    elif kind == "short":
+        os.truncate(arena, PLACE)
     else:
-        answer.touch()
-        os.truncate(answer, 1 << 40)
-    if kind != "hard link":
-        own(answer)
-    own(folder)
-    assert asked(user) == {3: []}
-    assert secret.exists() and os.stat(secret).st_uid == 0
+        arena.unlink()
+        if kind == "fifo":
+            os.mkfifo(arena)
+    before = arena.read_bytes() if kind in ("other's", "short") else b""
+    assert asked(arena) == []
+    assert before == (arena.read_bytes() if before else b"")
 
 
 def test_only_files_are_opened_as_arenas(tmp_path):
@@ -140,3 +131,83 @@ def test_only_files_are_opened_as_arenas(tmp_path):
         assert time.monotonic() - begun < 30  # it does not wait for ever
     finally:
         os.close(holder)
+
+
+# --- the other end ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank() -> Iterator[Arena]:
+    """The arena of a rank that is a thread."""
+    arenas: list[Arena] = []
+    ready, done = threading.Event(), threading.Event()
+
+    def live_and_wait() -> None:
+        use_arena(Arena())
+        arenas.append(Arena())
+        use_arena(arenas[0])
+        ready.set()
+        done.wait(60)
+
+    thread = threading.Thread(target=live_and_wait, name="the-rank")
+    thread.start()
+    ready.wait(60)
+    yield arenas.pop()
+    done.set()
+    thread.join(60)
+
+
+def answered(question: Question) -> list[ThreadStack]:
+    end = time.monotonic() + 30
+    while (found := question.answer()) is None:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    return found
+
+
+def test_a_rank_answers_through_its_arena(rank):
+    """Also many who ask at once; each gets a whole answer."""
+    first = answered(Question(rank.peer.whereabouts))
+    assert first[0].is_rank and first[0].name == "the-rank"
+    assert where(first).function == "live_and_wait"
+    wrong: list[object] = []
+
+    def ask_often() -> None:
+        for _ in range(50):
+            if not (found := answered(Question(rank.peer.whereabouts))) or found[0].name != "the-rank":
+                wrong.append(found)
+
+    threads = [threading.Thread(target=ask_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+def test_a_deep_stack_is_told_as_far_as_there_is_room(rank, monkeypatch):
+    frames = tuple(Frame(f"{'x' * 200}.py", n, "f") for n in range(60))
+    stacks = [ThreadStack(str(n), n == 0, frames) for n in range(9)]
+    monkeypatch.setattr(whereabouts, "thread_stacks", lambda thread: stacks)
+    text = answer(rank.peer.whereabouts)
+    assert len(text) <= native.WHEREABOUTS_TEXT
+    told = json.loads(text)
+    assert told[0]["is_rank"] and [f["line"] for f in told[0]["frames"]] == list(range(len(told[0]["frames"])))
+    assert len(told[0]["frames"]) >= whereabouts.FEWEST_FRAMES and len(told) >= 5
+
+
+def test_nobody_is_asked_at_a_place_that_is_no_ranks():
+    assert answer(ctypes.addressof(ctypes.c_int())) == b"[]"
+
+
+def test_arenas_that_end_while_they_are_asked():
+    """Each is asked and dropped at once: the answer finds nothing to write to, and nothing is kept."""
+    before = threading.active_count()
+    for _ in range(100):
+        arena = Arena()
+        native.ask_whereabouts(arena.peer.whereabouts)
+        del arena
+    end = time.monotonic() + 30
+    while len(list(Path("/proc/self/task").iterdir())) > 40 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before

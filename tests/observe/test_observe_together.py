@@ -21,7 +21,7 @@ from symcomm.observe.analysis.verdict import PATIENCE
 from symcomm.observe.recorder.stacks import where
 from symcomm.observe.top.ask import ask_stacks
 from symcomm.observe.top.feed import attach
-from symcomm.observe.top.jobs import choose_job, find_jobs
+from symcomm.observe.top.jobs import arenas_of, choose_job, find_jobs
 from symcomm.observe.top.model import Live
 from tests.support.control_client import ask
 
@@ -110,13 +110,16 @@ def test_all_say_the_same_sentence(start):
     assert code == 1 and text.splitlines()[0] == sentence
 
 
+def pids_of_servers() -> dict[int, int]:
+    return {facts["rank"]: facts["pid"] for facts in server_registry.on_this_host()}
+
+
 def test_servers_page_and_trace_of_one_job(start):
-    """No dumps are asked for: stacks come from the ranks' servers, and metrics too."""
+    """No dumps are asked for: stacks come from the ranks' arenas, also of those that have servers."""
     job = start(2, 60.0, "--server")
     sentence = STUCK.format("rank 0")
     assert judged(job) == sentence
-    servers = {facts["rank"]: facts for facts in server_registry.on_this_host()}
-    stacks = ask_stacks({rank: facts["pid"] for rank, facts in servers.items()})
+    stacks = ask_stacks({r: (pid, arenas_of(pid)[0]) for r, pid in pids_of_servers().items()})
     assert sorted(stacks) == [0, 1]
     assert str(where(stacks[1])) == "job.py:5 in next_batch" and stacks[1][0].is_rank
     code, text = command("trace", "--live", "--job", str(job.pid), "--json")

@@ -133,8 +133,11 @@ def test_a_stuck_job_of_processes(job):
     live = Live(attach(facts.pids, facts.title), stuck_after=0.5)
     live.refresh()
     refreshed_until(live, lambda: live.verdict() is not None)
-    at = f"at {short_site(f'{job.args[1]}:10')}"
-    assert live.verdict().sentence == f"rank 1 has not called all_reduce #21 (world), which rank 0 called {at}."
+    at, at_work = (f"at {short_site(f'{job.args[1]}:{line}')}" for line in ("10", "9 in work"))
+    assert (
+        live.verdict().sentence
+        == f"rank 1 has not called all_reduce #21 (world), which rank 0 called {at}; it is {at_work}."
+    )
     assert [STATES[s] for s in live.states()] == ["waiting", "late"]
     assert "thread" in ask.kernel_stacks(live.ranks[1].pid)
     os.kill(live.ranks[1].pid, signal.SIGKILL)

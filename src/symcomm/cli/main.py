@@ -98,6 +98,7 @@ def symcomm(
     \b
     Examples:
       symcomm run -n 4 train.py --lr 0.1   start a script as four ranks
+      symcomm trace --live                 my job hangs: who is missing, and where it is
       symcomm run --help                   everything about a command
       symcomm completion --install         complete commands in your shell
     """

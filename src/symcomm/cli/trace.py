@@ -26,6 +26,7 @@ def trace(
     job: Annotated[
         str | None, option("--job --pid", "JOB", "With --live: a pid (rank or launcher) or its --tag.")
     ] = None,
+    paths: Annotated[bool, flag("--paths", "Also count which way the recorded calls took.")] = False,
     as_json: Annotated[bool, flag("--json", "Everything, for programs.")] = False,
     chrome: Annotated[
         Path | None, option("--chrome", "FILE", "Also write a trace for ui.perfetto.dev or chrome://tracing.")
@@ -57,7 +58,7 @@ def trace(
             if len(traces) > 1:
                 pids = ", ".join(str(rank.pid) for rank in one.ranks.values())
                 typer.echo(f"{chr(10) if number else ''}=== job of processes {pids}")
-            typer.echo(as_text(one, verdict), nl=False)
+            typer.echo(as_text(one, verdict, paths=paths), nl=False)
     raise typer.Exit(NOTHING_WRONG if all(v.kind == "fine" for v in verdicts) else SOMETHING_WRONG)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from symcomm.collectives.select import Limits
-from symcomm.group.local import LocalGroup
+from symcomm.group.local import LocalGroup, tell_of_long_waits
 from symcomm.group.meeting import meet
 from symcomm.group.process_group import DEFAULT_TIMEOUT, check_rank
 from symcomm.group.work import Timeout, to_ns
@@ -34,6 +34,7 @@ def make_group(
 
     A LocalGroup, or a HierarchicalGroup with the same methods. ``engine`` names what carries data between hosts."""
     check_rank(rank, size)
+    tell_of_long_waits()
     members = list(range(size) if global_ranks is None else global_ranks)
     seconds = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout) / 1e9
     met = meet(rank, size, exchange, seconds, limits, members)

@@ -249,7 +249,7 @@ def _last_seen(seen: dict[str, Any], seq: int) -> str:
     return f"in {last}" if seen["seq"] >= seq else f"after {last}"
 
 
-def _awaits(seen: dict[str, Any]) -> str:
+def waits_for_message(seen: dict[str, Any]) -> str:
     """What a missing rank does instead, if it waits for a message."""
     if not seen["message"]:
         return ""
@@ -278,7 +278,9 @@ def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) ->
         story = f"rank {report['origin']} was still busy with operations before it"
     elif absent:
         missing = [r["rank"] for r in absent]
-        last = "; ".join(f"rank {r['rank']} was last seen {_last_seen(r, seq)}{_awaits(r)}" for r in absent[:4])
+        last = "; ".join(
+            f"rank {r['rank']} was last seen {_last_seen(r, seq)}{waits_for_message(r)}" for r in absent[:4]
+        )
         arrived = [r["rank"] for r in report["ranks"] if r["seq"] >= seq]
         story = f"did not come: {format_ranks(missing)}; arrived: {format_ranks(arrived)}; {last}"
     else:

@@ -1,6 +1,7 @@
 """Where observers hook in. Groups call these lists; nothing here knows who is on them.
 
-The layer that observes is loaded only when the environment asks for it, by name: this one must not depend on it.
+The layer that observes is loaded only when the environment asks for it, when a wait lasts, or when another process asks
+where this one is; and by name: this one must not depend on it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from symcomm.errors import bad_argument
+
 on_group: list[Callable[[Any], None]] = []  # called with every new group
 on_join: list[Callable[[Any, Any], None]] = []  # with a rank's first group and the store it met the others in, or None
 on_end: list[Callable[[], None]] = []  # before a process that was only a rank ends, maybe without Python's farewell
 on_failure: list[Callable[[Any, BaseException], None]] = []  # with a group and the first error of it
 
 TRACER = "symcomm.observe.recorder.tracer"
+WHEREABOUTS = "symcomm.observe.recorder.whereabouts"
+LONG_WAITS = "symcomm.observe.long_waits"
 ASKS_FOR_TRACES = (
     "SYMCOMM_TRACE_DIR",
     "TORCH_FR_DUMP_TEMP_FILE",
@@ -38,6 +43,33 @@ def failed(group: Any, error: BaseException) -> None:
     for observer in list(on_failure):
         with contextlib.suppress(Exception):
             observer(group, error)
+
+
+def where_am_i(place: int) -> bytes:
+    """Where the rank is that is asked there (``Peer.whereabouts``)."""
+    told: bytes = importlib.import_module(WHEREABOUTS).answer(place)
+    return told
+
+
+def seconds_of_long_waits() -> float:
+    """SYMCOMM_HANG_SECONDS: how long a call waits before that is told; 0: it is never told."""
+    text = os.environ.get("SYMCOMM_HANG_SECONDS", "1")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 1e6:
+        raise bad_argument("ProcessGroup", "SYMCOMM_HANG_SECONDS", text, "a number of seconds, or 0 for never")
+    return seconds
+
+
+def waits(group: Any, site: Any, wait: int, kind: int, missing: int, seconds: float, status: int) -> float:
+    """A call of ``group``, which was made at ``site``, has waited for ``seconds``. Returns the seconds until it is to
+    be told again. Whatever an observer does, the wait goes on."""
+    with contextlib.suppress(Exception):
+        pause: float = importlib.import_module(LONG_WAITS).told(group, site, wait, kind, missing, seconds, status)
+        return pause
+    return 0.0
 
 
 def joined(group: Any, store: Any = None) -> None:

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from symcomm._core import native
 from symcomm.group import hooks, registry
@@ -40,7 +41,19 @@ def _locate() -> int:
     return current_arena().flight.site(call_site())
 
 
+def _wait_lasts(handle: native.Group, *facts: Any) -> float:
+    group = next((g for g in list(_living) if g.handle is handle), None)
+    return hooks.waits(group, call_site(), *facts) if group is not None else 0.0
+
+
+def tell_of_long_waits() -> None:
+    """From now on, as the environment says."""
+    native.use_long_wait_callback(_wait_lasts, hooks.seconds_of_long_waits())
+
+
 native.use_call_site_callback(_locate)
+native.use_whereabouts_callback(hooks.where_am_i)
+atexit.register(native.refuse_whereabouts)
 _living: weakref.WeakSet[LocalGroup] = weakref.WeakSet()
 
 

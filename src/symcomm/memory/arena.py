@@ -13,7 +13,8 @@ Header of an arena, in its first page::
          owner may use, and counts of how its long waits ended
     2048 what the lock watch has to say, 1024 bytes (see _core/observe/gil_watchdog.c)
 
-The flight recorder (see flight.py) starts at the second page; allocations follow it.
+The flight recorder (see flight.py) starts at the second page. Then comes where others ask where the rank is in its
+program (see _core/observe/whereabouts.h), and allocations follow.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from symcomm.memory.limits import ENLARGE, check_room, format_bytes, physical_by
 from symcomm.memory.numa import UNBOUND, current_node
 from symcomm.memory.shared_heap import open_heap, room, say_ordinary
 
-MAGIC = 0x53594D434F4D4D31
+MAGIC = 0x53594D434F4D4D32  # of this layout
 LIFE = 64
 MAX_ADDRESSES = 1 << 46  # of the 47 bits of addresses that a process has; shared by all ranks that it may map
 RANKS_PLANNED_FOR = 64
@@ -117,6 +118,11 @@ class Peer:
         """Address of the owner's flight recorder."""
         return self.base + PAGE
 
+    @property
+    def whereabouts(self) -> int:
+        """Address where its owner is asked where it is."""
+        return self.base + whereabouts_at(native.peek(self.flight, 16))
+
     @classmethod
     def map(cls, fd: int, nbytes: int) -> Peer:
         """Map what a peer passed, after checking that reads cannot raise SIGBUS."""
@@ -127,6 +133,11 @@ class Peer:
         if magic != MAGIC:
             raise _not_an_arena()
         return cls(nonce, pid, _map(fd, nbytes), nbytes)
+
+
+def whereabouts_at(flight_head: bytes) -> int:
+    """Where in an arena its owner is asked where it is: behind the flight recorder, which begins with these bytes."""
+    return PAGE + flight_bytes(int.from_bytes(flight_head[8:16], "little"))
 
 
 def read_waits(fd: int) -> tuple[int, ...]:
@@ -169,7 +180,7 @@ class Arena:
         try:
             self._make_file()
             base = _map(self.fd, self.nbytes)
-            life = native.life_start(base + LIFE)
+            life = native.life_start(base + LIFE, base + _WHEREABOUTS)
         except BaseException as error:
             if base:
                 native.unmap(base, self.nbytes)
@@ -183,7 +194,9 @@ class Arena:
         self.peer = add_peer(Peer(self.nonce, os.getpid(), base, self.nbytes))
         self.base = base
         self.flight = Flight(base + PAGE, CAPACITY)
-        self._heap = Heap(PAGE + flight_bytes(CAPACITY), own_bytes)
+        self.thread = threading.get_ident()  # of the rank, as far as we know
+        _own[base + _WHEREABOUTS] = self
+        self._heap = Heap(_HEAP, own_bytes)
         if heap_bytes:
             open_heap(base + own_bytes, self.nbytes - own_bytes, self.fd, own_bytes)
             _with_heaps.append(self.peer)
@@ -216,7 +229,7 @@ class Arena:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, in whatever way
         os.ftruncate(self.fd, self.nbytes)
         # A file system may become full, so there everything that is written unchecked gets its pages now.
-        native.set_pages(self.fd, 0, 2 * PAGE if self.directory is None else PAGE + flight_bytes(CAPACITY), True)
+        native.set_pages(self.fd, 0, 2 * PAGE if self.directory is None else _HEAP, True)
 
     def allocate(self, nbytes: int) -> int:
         """Offset of ``nbytes`` bytes whose pages exist; raises ResourceError when there is no room."""
@@ -367,6 +380,16 @@ class Arena:
             self.path = None
 
 
+_WHEREABOUTS = PAGE + flight_bytes(CAPACITY)
+_HEAP = _WHEREABOUTS + native.WHEREABOUTS_BYTES
+_own: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()  # of this process, by their places
+
+
+def own_arena_at(whereabouts: int) -> Arena | None:
+    """The arena of a rank of this process that is asked there."""
+    return _own.get(whereabouts)
+
+
 def _close(pid: int, fd: int, life: int, peer: Peer) -> None:
     """The arena is gone: no tensor and no group uses it. ``peer`` stays mapped until now, because ``life`` is in it."""
     if os.getpid() == pid:
@@ -463,3 +486,5 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def use_arena(arena: Arena | None) -> None:
     """Make ``arena`` the current one of this thread (threads as ranks)."""
     _thread.arena = arena
+    if arena is not None:
+        arena.thread = threading.get_ident()

@@ -256,7 +256,12 @@ static const struct wait_kind for_request = {.is_over = is_over, .give_up = give
 /* Whoever has its turn ends the request whatever happens, so nobody looks for dead peers here. */
 static int sleep_until_done(struct request *r, int64_t deadline) {
     struct request_wait w = {
-        .wait = {.kind = &for_request, .bell = &r->done, .sleepers = &r->sleepers, .deadline = deadline},
+        .wait = {.kind = &for_request,
+                 .bell = &r->done,
+                 .sleepers = &r->sleepers,
+                 .missing = -1,
+                 .deadline = deadline,
+                 .tells_of = r->group},
         .request = r,
     };
     return wait_loop(&w.wait);

@@ -55,6 +55,7 @@ struct control {
     _Alignas(64) _Atomic uint32_t state; /* enum control_state */
     _Atomic uint8_t departed[MAX_WORLD]; /* written by others: rank r will not touch this block again */
     _Atomic uint64_t agreed; /* rank 0's, for all to write: where the agreement of survivors stands (group/shrink.py) */
+    _Atomic uint64_t told;   /* rank 0's, for all to write: seq << 16 | the rank that tells of long waits in it */
     _Atomic uint64_t token, token_address; /* a random number and where the owner has it, see exec/cma.c */
     _Atomic uint32_t refusal_length[2];
     char refusal_text[2][REFUSAL_BYTES]; /* by seq % 2, as arrivals: why the owner has refused that call */

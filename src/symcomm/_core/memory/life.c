@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "module/module.h"
+#include "observe/whereabouts.h"
 #include "os/futex.h"
 #include "os/text.h"
 #include "os/thread.h"
@@ -17,7 +18,10 @@
 struct watch {
     struct robust_list_head head;
     struct life *life;
-    _Atomic uint32_t stop;
+    struct whereabouts *asked; /* whoever changes its first word wakes the thread; in an arena, or the next field */
+    _Atomic uint32_t own[4];
+    struct answering *answering; /* NULL: nobody can ask */
+    _Atomic bool stop;
     _Atomic uint32_t started;
     int error;
     pthread_t thread;
@@ -45,6 +49,15 @@ bool life_dumps_core(_Atomic uint32_t *word) {
     return atomic_compare_exchange_strong(word, &seen, seen | LIFE_OWNER_DIED);
 }
 
+static void answer_until_stopped(struct watch *w) {
+    for (;;) {
+        uint32_t seen = atomic_load(&w->asked->asked);
+        if (atomic_load(&w->stop)) return;
+        if (w->answering && seen != atomic_load(&w->asked->answered)) answering_begin(w->answering);
+        futex_wait(&w->asked->asked, seen, 3600LL * 1000000000);
+    }
+}
+
 static void *hold_life(void *argument) {
     struct watch *w = argument;
     w->head.list.next = &w->life->entry;
@@ -57,21 +70,31 @@ static void *hold_life(void *argument) {
     atomic_store(&w->started, 1);
     futex_wake(&w->started, 1);
     if (w->error) return NULL;
-    while (!atomic_load(&w->stop)) futex_wait(&w->stop, 0, 3600LL * 1000000000);
+    answer_until_stopped(w);
     w->head.list.next = &w->head.list; /* ends in peace */
     atomic_store(&w->life->word, 0);
     return NULL;
 }
 
-static PyObject *life_start(PyObject *Py_UNUSED(self), PyObject *arg) {
-    void *address = PyLong_AsVoidPtr(arg);
-    if (address == NULL && PyErr_Occurred()) return NULL;
+static void drop(struct watch *w) {
+    if (w->answering) answering_end(w->answering);
+    free(w);
+}
+
+static PyObject *life_start(PyObject *Py_UNUSED(self), PyObject *args) {
+    unsigned long long life, asked = 0;
+    if (!PyArg_ParseTuple(args, "K|K", &life, &asked)) return NULL;
     struct watch *w = calloc(1, sizeof *w);
     if (w == NULL) return PyErr_NoMemory();
-    w->life = address;
+    w->life = (struct life *)(uintptr_t)life;
+    w->asked = asked ? (struct whereabouts *)(uintptr_t)asked : (struct whereabouts *)(void *)w->own;
+    if (asked && (w->answering = answering_make(w->asked)) == NULL) {
+        free(w);
+        return PyErr_NoMemory();
+    }
     int error = thread_start(&w->thread, "symcomm-life", THREAD_STACK, hold_life, w);
     if (error) {
-        free(w);
+        drop(w);
         errno = error;
         return PyErr_SetFromErrno(PyExc_OSError);
     }
@@ -79,7 +102,7 @@ static PyObject *life_start(PyObject *Py_UNUSED(self), PyObject *arg) {
     if (w->error) { /* nobody would notice our death */
         pthread_join(w->thread, NULL);
         errno = w->error;
-        free(w);
+        drop(w);
         return PyErr_SetFromErrnoWithFilename(PyExc_OSError, "set_robust_list");
     }
     cores_publish(w->life);
@@ -89,17 +112,19 @@ static PyObject *life_start(PyObject *Py_UNUSED(self), PyObject *arg) {
 static PyObject *life_stop(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct watch *w = PyLong_AsVoidPtr(arg);
     if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    atomic_store(&w->stop, 1);
-    futex_wake(&w->stop, 1);
+    atomic_store(&w->stop, true);
+    atomic_fetch_add(&w->asked->asked, 1);
+    futex_wake(&w->asked->asked, 1);
     Py_BEGIN_ALLOW_THREADS;
     pthread_join(w->thread, NULL);
     Py_END_ALLOW_THREADS;
-    free(w);
+    drop(w);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    METHOD(life_start, METH_O, "(address): mark this process alive there until it ends or life_stop()."),
+    METHOD(life_start, METH_VARARGS,
+           "(life[, whereabouts]): mark this process alive there until it ends or life_stop(), and answer questions."),
     METHOD(life_stop, METH_O, "(handle): the word becomes 0 instead of 'owner died'."),
     {NULL, NULL, 0, NULL},
 };

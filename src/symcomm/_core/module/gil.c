@@ -1,5 +1,8 @@
 #include "module/gil.h"
 
+#include "group/group.h"
+#include "sync/wait.h"
+
 void gil_release(struct caller *c) {
     if (c->lock_state == NULL) c->lock_state = PyEval_SaveThread();
 }
@@ -25,8 +28,35 @@ static uint32_t find_site(struct caller *c) {
     return number;
 }
 
+static PyObject *long_wait_callable; /* told of waits that last; with the interpreter lock */
+
+/* As above, of what it raises. */
+static int64_t tell(struct caller *c, const struct long_wait *w) {
+    gil_take_back(c);
+    PyObject *callable = Py_XNewRef(long_wait_callable), *pause = NULL;
+    if (callable && !PyErr_Occurred())
+        pause = PyObject_CallFunction(callable, "OKiidi", (PyObject *)w->group->object,
+                                      (unsigned long long)(uintptr_t)w->id, w->kind, w->missing, (double)w->ns / 1e9,
+                                      w->status);
+    double seconds = pause ? PyFloat_AsDouble(pause) : 0;
+    Py_XDECREF(pause);
+    Py_XDECREF(callable);
+    gil_release(c);
+    return (int64_t)(seconds * 1e9);
+}
+
 const struct caller_hooks python_caller = {
-    .before_waiting = gil_release, .is_interrupted = check_signals, .find_site = find_site};
+    .before_waiting = gil_release, .is_interrupted = check_signals, .find_site = find_site, .tell = tell};
+
+static PyObject *use_long_wait_callback(PyObject *Py_UNUSED(self), PyObject *args) {
+    PyObject *callable, *before = long_wait_callable;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "Od", &callable, &seconds)) return NULL;
+    long_wait_callable = Py_NewRef(callable);
+    Py_XDECREF(before);
+    wait_tell_after((int64_t)(seconds * 1e9));
+    Py_RETURN_NONE;
+}
 
 static PyObject *use_call_site_callback(PyObject *Py_UNUSED(self), PyObject *callable) {
     PyObject *before = call_site_callable;
@@ -42,8 +72,17 @@ static PyObject *ticks_to_ns(PyObject *Py_UNUSED(self), PyObject *arg) {
 
 static PyMethodDef methods[] = {
     METHOD(use_call_site_callback, METH_O, "(callable): asked for a site's number when a call has to sleep."),
+    METHOD(use_long_wait_callback, METH_VARARGS,
+           "(callable, seconds): called with (group, id, kind, missing, seconds, status) for each wait that lasts so "
+           "long, gives the seconds until the next call; 0: none. Status -1: it goes on."),
     METHOD(ticks_to_ns, METH_O, "(ticks) -> nanoseconds of CLOCK_MONOTONIC"),
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_gil(PyObject *module) { return PyModule_AddFunctions(module, methods); }
+static const struct constant constants[] = {CONSTANT(WAITS_FOR_RANKS),
+                                            CONSTANT(WAITS_FOR_MESSAGE),
+                                            CONSTANT(WAITS_FOR_SIGNAL),
+                                            CONSTANT(WAIT_GOES_ON),
+                                            {NULL, 0}};
+
+int symcomm_add_gil(PyObject *module) { return symcomm_add_part(module, methods, constants); }

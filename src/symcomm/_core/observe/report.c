@@ -92,8 +92,24 @@ static PyObject *ways(PyObject *self, PyObject *Py_UNUSED(none)) {
                          "puts", as_dict(&g->puts));
 }
 
+/* Whether this rank is the one that tells of long waits in an operation: the first that asks. */
+static PyObject *tells(PyObject *self, PyObject *arg) {
+    struct group *g = group_of(self);
+    uint64_t seq = PyLong_AsUnsignedLongLong(arg), mine = seq << 16 | (uint64_t)g->rank;
+    if (PyErr_Occurred()) return NULL;
+    struct visit visit;
+    visit_begin(&visit, g);
+    _Atomic uint64_t *told = &block_of(&visit, 0)->told;
+    uint64_t seen = atomic_load(told);
+    while (seen >> 16 != (seq & 0xffffffffffff) && !atomic_compare_exchange_weak(told, &seen, mine)) {}
+    bool is_mine = atomic_load(told) == mine;
+    visit_end(&visit);
+    return PyBool_FromLong(is_mine);
+}
+
 PyMethodDef group_report_methods[] = {
     METHOD(report, METH_NOARGS, "() -> what this rank can see of all ranks"),
+    METHOD(tells, METH_O, "(seq) -> whether this rank tells of long waits in that operation"),
     METHOD(ways, METH_NOARGS, "() -> how many collectives, messages and puts took which way"),
     METHOD(waits, METH_NOARGS,
            "() -> how many of its long waits were over by looking, yielding, sleeping; and how often it looks first"),

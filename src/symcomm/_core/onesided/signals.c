@@ -82,7 +82,7 @@ static int give_up(struct wait *w, int status, int culprit) {
 }
 
 static const struct wait_kind for_signal = {
-    .is_over = is_over, .publish = publish, .find_gone = find_gone, .give_up = give_up};
+    .is_over = is_over, .publish = publish, .find_gone = find_gone, .give_up = give_up, .what = WAITS_FOR_SIGNAL};
 
 /* Flips the word when it is our turn, and wakes whoever waits for that. */
 static int await_flip(const struct visit *v, const struct signal *s, int peer, int64_t deadline) {

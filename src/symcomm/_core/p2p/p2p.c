@@ -180,6 +180,7 @@ static const struct wait_kind for_message = {
     .check = report_deadlock,
     .find_gone = find_gone,
     .give_up = give_up_waiting,
+    .what = WAITS_FOR_MESSAGE,
 };
 
 /* Whether something has come for a receive that waits for one peer; others have to be driven to know. */

@@ -8,11 +8,25 @@
 #include "os/thread.h"
 
 struct caller;
+struct group;
+
+/* A wait that lasts. */
+struct long_wait {
+    struct group *group;
+    const void *id; /* of the wait, while it lasts */
+    int missing;    /* the rank it waits for first, or -1 */
+    int kind;       /* enum wait_for_what */
+    int64_t ns;     /* how long it has lasted */
+    int status;     /* WAIT_GOES_ON, or how it ended */
+};
+
+#define WAIT_GOES_ON (-1)
 
 struct caller_hooks {
     void (*before_waiting)(struct caller *c); /* before a wait that may last */
     bool (*is_interrupted)(struct caller *c); /* during one: whether a signal handler raised */
     uint32_t (*find_site)(struct caller *c);  /* the number of the place in the program that made the call, or 0 */
+    int64_t (*tell)(struct caller *c, const struct long_wait *w); /* that it waits; returns ns until it tells again */
 };
 
 /* One call. Calls nest, by way of signal handlers and finalizers: the inner one restores the outer. */

@@ -60,8 +60,40 @@ static bool sleep_slice(struct wait *w, uint32_t seen) {
     return is_interrupted(signalled || alone);
 }
 
+/* --- telling that it lasts ---------------------------------------------------------------------------------------- */
+
+#define NEVER INT64_MAX
+
+static _Atomic int64_t tell_after; /* ns; 0: never */
+
+void wait_tell_after(int64_t ns) { atomic_store(&tell_after, ns); }
+
+struct telling {
+    int64_t since, next;
+    bool has_told;
+};
+
+static struct telling begin_telling(void) {
+    int64_t now = symcomm_now_ns(), after = atomic_load_explicit(&tell_after, memory_order_relaxed);
+    bool tells = after > 0 && symcomm_caller && symcomm_caller->hooks;
+    return (struct telling){.since = now, .next = tells ? now + after : NEVER};
+}
+
+static void tell(const struct wait *w, struct telling *t, int64_t now, int status) {
+    struct caller *c = symcomm_caller;
+    struct long_wait told = {.group = w->visit ? w->visit->group : w->tells_of,
+                             .id = w,
+                             .missing = w->missing,
+                             .kind = w->kind->what,
+                             .ns = now - t->since,
+                             .status = status};
+    int64_t pause = told.group ? c->hooks->tell(c, &told) : 0;
+    t->has_told = told.group != NULL;
+    t->next = pause > 0 ? symcomm_now_ns() + pause : NEVER;
+}
+
 /* Looks again after every reason to stop: whoever gave the group up, or is gone, may have done its part before. */
-static int sleep_until_over(struct wait *w) {
+static int sleep_until_over(struct wait *w, struct telling *t) {
     const struct wait_kind *k = w->kind;
     for (;;) {
         uint32_t seen = k->publish ? k->publish(w) : atomic_load_explicit(w->bell, memory_order_acquire);
@@ -70,12 +102,15 @@ static int sleep_until_over(struct wait *w) {
         int culprit, status = why_stop(w, &culprit);
         if (status) return k->is_over(w) ? STATUS_OK : k->give_up(w, status, culprit);
         if (sleep_slice(w, seen)) return k->give_up(w, STATUS_INTERRUPTED, -1);
+        if (t->next != NEVER && symcomm_now_ns() >= t->next) tell(w, t, symcomm_now_ns(), WAIT_GOES_ON);
     }
 }
 
 static int go_to_sleep(struct wait *w) {
     if (w->sleepers) atomic_fetch_add(w->sleepers, 1);
-    int status = sleep_until_over(w);
+    struct telling t = begin_telling();
+    int status = sleep_until_over(w, &t);
+    if (t.has_told) tell(w, &t, symcomm_now_ns(), status);
     if (w->sleepers) atomic_fetch_sub(w->sleepers, 1);
     if (w->kind->retract) w->kind->retract(w, status);
     return status;

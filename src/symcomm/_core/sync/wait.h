@@ -13,6 +13,8 @@
 struct flight_entry;
 struct wait_kind;
 
+enum wait_for_what { WAITS_FOR_RANKS, WAITS_FOR_MESSAGE, WAITS_FOR_SIGNAL };
+
 /* Callers put it first in a struct of their own, which the functions of its kind know. */
 struct wait {
     const struct wait_kind *kind;
@@ -23,6 +25,7 @@ struct wait {
     const void *word;            /* changes when that rank comes, where a processor can watch it; or NULL */
     int64_t deadline;            /* ns, CLOCK_MONOTONIC; 0: none */
     struct flight_entry *record; /* of the call, or NULL */
+    struct group *tells_of;      /* where visit is NULL: whose operation another thread runs */
 };
 
 struct wait_kind {
@@ -39,12 +42,16 @@ struct wait_kind {
     /* The wait ends without being over. culprit: the rank to blame; -1: it is known, or nobody is. Returns the status
      * that counts. */
     int (*give_up)(struct wait *w, int status, int culprit);
+    enum wait_for_what what;
     bool
         is_operation; /* it also ends when its asynchronous call is given up, and the recorder notes how long it took */
 };
 
 /* STATUS_OK: it is over. */
 int wait_loop(struct wait *w);
+
+/* Waits that last so long, in ns, tell their callers, once they sleep; 0: none does. */
+void wait_tell_after(int64_t ns);
 
 /* For waits that only a failure brings about: looks every 0.1 ms, for so long at most, whether it is over. */
 bool wait_briefly(bool (*is_over)(void *context), void *context, int64_t most_ns);

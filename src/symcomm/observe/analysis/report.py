@@ -59,10 +59,11 @@ def as_data(trace: Trace) -> dict[str, Any]:
     }
 
 
-def as_text(trace: Trace, verdict: Verdict | None = None) -> str:
+def as_text(trace: Trace, verdict: Verdict | None = None, *, paths: bool = False) -> str:
+    """``paths``: also which way the recorded calls took."""
     verdict = verdict or judge(trace)
     parts = [verdict.sentence, "\n".join(f"note: {problem}" for problem in trace.problems), _table(trace)]
-    parts += [_ways(trace), _stragglers(trace), _details(trace, verdict)]
+    parts += [_ways(trace) if paths else "", _stragglers(trace), _details(trace, verdict)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

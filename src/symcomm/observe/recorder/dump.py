@@ -47,15 +47,6 @@ def boot_id() -> str:
     return socket.gethostname()
 
 
-def ask_name(pid: int) -> str:
-    """A file of this name in the folder of dumps asks a process for its stacks; the process removes it."""
-    return f".ask-{pid}.symcomm"
-
-
-def answer_name(pid: int, rank: int) -> str:
-    return f".answer-{pid}-{rank}.symcomm"
-
-
 def note(rank: int, pid: int, flight: int, stacks: Sequence[ThreadStack] = (), started_wall_ns: int = 0) -> RankTrace:
     """A dump of the recorder at address ``flight``, this rank's or a peer's."""
     return RankTrace(

@@ -10,6 +10,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from symcomm.errors import notebook_cells
 from symcomm.group.failure import PACKAGE
 
 FRAMES = 60  # of a stack, the innermost ones
@@ -48,12 +49,13 @@ def thread_stacks(rank_thread: int | None = None) -> list[ThreadStack]:
     if rank_thread is None:
         rank_thread = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = []
+    stacks, cells = [], notebook_cells()
     for ident, innermost in sys._current_frames().items():
         frames: list[Frame] = []
         frame: Any = innermost
         while frame is not None and len(frames) < FRAMES:
-            frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            file = frame.f_code.co_filename
+            frames.append(Frame(cells.get(file, file), frame.f_lineno, frame.f_code.co_name))
             frame = frame.f_back
         stacks.append(ThreadStack(names.get(ident, f"thread {ident}"), ident == rank_thread, tuple(frames)))
     return sorted(stacks, key=lambda stack: not stack.is_rank)

@@ -18,7 +18,7 @@ from typing import Any
 
 from symcomm.group import hooks
 from symcomm.group.failure import Status, how_it_ended
-from symcomm.observe.recorder.dump import answer_name, ask_name, note, prefix_from_environment, write
+from symcomm.observe.recorder.dump import note, prefix_from_environment, write
 from symcomm.observe.recorder.processes import process_state
 from symcomm.observe.recorder.records import on_this_host
 from symcomm.observe.recorder.stacks import thread_stacks
@@ -151,7 +151,6 @@ class Tracer:
                         self._ranks.pop(nonce, None)
                 for group in groups:
                     self._look_at(mine, group)
-            self._answer()
 
     def _look_at(self, mine: _TracedRank, group: Any) -> None:
         """Write if the group has failed and this rank did not notice by itself."""
@@ -160,17 +159,6 @@ class Tracer:
         first = mine.suspicion.setdefault(group, time.monotonic())
         if time.monotonic() - first >= GRACE:
             self._write(mine, group)
-
-    def _answer(self) -> None:
-        """A viewer of the running job asked for this process's stacks."""
-        folder = os.path.dirname(self.prefix) or "."
-        request = os.path.join(folder, ask_name(self._pid))
-        if not os.path.exists(request):
-            return
-        with contextlib.suppress(OSError), self._lock:
-            for mine in self._ranks.values():
-                write(self._note(mine), os.path.join(folder, answer_name(self._pid, mine.rank)))
-            os.unlink(request)
 
 
 _tracer: Tracer | None = None

@@ -89,8 +89,8 @@ class Feed(abc.ABC):
 class _Recorder:
     """One rank's flight recorder, read through a file."""
 
-    def __init__(self, pid: int, fd: int):
-        self.pid, self.fd = pid, fd
+    def __init__(self, pid: int, fd: int, path: str = ""):
+        self.pid, self.fd, self.path = pid, fd, path  # of the arena
         self._capacity = 0
         self._read: int | None = None  # operations up to this number were read
         self._unsettled: set[int] = set()  # numbers of operations that had not ended, or were being written
@@ -185,7 +185,7 @@ class SharedMemoryFeed(Feed):
     def __init__(self, recorders: list[_Recorder], title: str):
         self.title = title
         self._recorders = recorders
-        self._last: dict[int, int] = {}  # pid by rank
+        self._last: dict[int, _Recorder] = {}  # by rank
 
     def poll(self) -> Sample:
         ranks: list[RankFacts] = []
@@ -203,7 +203,7 @@ class SharedMemoryFeed(Feed):
                 newest[rank], operations[rank] = recorder, new
                 groups.update({(g.name, g.ranks): g for g in recorder.groups})
         for rank, recorder in sorted(newest.items()):
-            self._last[rank] = recorder.pid
+            self._last[rank] = recorder
             taken = os.fstat(recorder.fd).st_blocks * 512
             alive, stopped = is_running(recorder.pid), process_state(recorder.pid) in ("T", "t")
             counts = (recorder.total, taken, recorder.missed)
@@ -211,11 +211,12 @@ class SharedMemoryFeed(Feed):
         return Sample(now, ranks, operations, list(groups.values()))
 
     def find_stacks(self, ranks: Iterable[int]) -> dict[int, list[ThreadStack]]:
-        return ask_stacks({rank: self._last[rank] for rank in ranks if rank in self._last})
+        known = {rank: self._last[rank] for rank in ranks if rank in self._last}
+        return ask_stacks({rank: (one.pid, one.path) for rank, one in known.items()})
 
     def stacks(self, rank: int) -> str:
-        pid = self._last.get(rank)
-        if pid is None or not is_running(pid):
+        pid = self._last[rank].pid if rank in self._last else 0
+        if not pid or not is_running(pid):
             return f"rank {rank} does not run any more."
         told = self.find_stacks([rank]).get(rank)
         return format_stacks(told) if told else spied_stacks(pid) or kernel_stacks(pid)
@@ -243,7 +244,7 @@ def attach(pids: Iterable[int], title: str = "job", *, call: str = "attach") -> 
                     os.close(fd)
                 else:
                     seen.add(nonce)
-                    recorders.append(_Recorder(pid, fd))
+                    recorders.append(_Recorder(pid, fd, path))
     if not recorders:
         where = f"{'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}"
         fix = "they must still run on this host, as the same user, and have joined a group"

@@ -13,15 +13,10 @@ from symcomm.observe.recorder.dump import boot_id
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.recorder.trace import RankTrace, Trace
-from symcomm.observe.top.ask import ask_stacks
 from symcomm.observe.top.feed import Feed, GroupFacts, Sample, attach
 from symcomm.observe.top.jobs import JobFacts
 
 CLOCK = 0.1  # seconds to measure the rate of the processor's counter
-NO_STACKS = (
-    "ranks tell where they are only when the job runs under `symcomm run --server` or `symcomm run --trace DIR` "
-    "(SYMCOMM_SERVER, SYMCOMM_TRACE_DIR)."
-)
 
 
 def as_trace(sample: Sample, operations: Mapping[int, Iterable[Operation]]) -> Trace:
@@ -60,13 +55,11 @@ def look(job: JobFacts, call: str = "look") -> Trace:
     try:
         time.sleep(CLOCK)
         sample = feed.poll()
+        trace = as_trace(sample, sample.operations)
+        stacks = feed.find_stacks(rank for rank, one in trace.ranks.items() if not one.end)
     finally:
         feed.close()
-    trace = as_trace(sample, sample.operations)
-    stacks = ask_stacks({rank: one.pid for rank, one in trace.ranks.items() if not one.end})
     add_stacks(trace, stacks)
-    if not stacks:
-        trace.problems.append(NO_STACKS)
     for rank, found in stacks.items():
         if not found:
             trace.problems.append(f"rank {rank} (pid {trace.ranks[rank].pid}) did not say where it is.")
