@@ -15,7 +15,7 @@ from symcomm.group.local import LocalGroup, tell_of_long_waits
 from symcomm.group.meeting import meet
 from symcomm.group.process_group import DEFAULT_TIMEOUT, check_rank
 from symcomm.group.work import Timeout, to_ns
-from symcomm.memory.share import Exchange
+from symcomm.memory.share import Exchange, naming_shortages
 
 ACROSS_HOSTS = "symcomm.hierarchical.group"
 
@@ -37,11 +37,12 @@ def make_group(
     tell_of_long_waits()
     members = list(range(size) if global_ranks is None else global_ranks)
     seconds = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout) / 1e9
-    met = meet(rank, size, exchange, seconds, limits, members)
-    if len(met.hosts) == 1:
-        return LocalGroup(met, name, timeout)
-    make: Any = importlib.import_module(ACROSS_HOSTS).HierarchicalGroup
-    return make(met, name, timeout, engine)
+    with naming_shortages(f"group {name!r}", rank):
+        met = meet(rank, size, exchange, seconds, limits, members)
+        if len(met.hosts) == 1:
+            return LocalGroup(met, name, timeout)
+        make: Any = importlib.import_module(ACROSS_HOSTS).HierarchicalGroup
+        return make(met, name, timeout, engine)
 
 
 def finish_meeting(group: Any, exchange: Exchange) -> None:

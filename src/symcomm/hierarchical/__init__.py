@@ -19,6 +19,7 @@ session.py      authentication handshake and frame MACs of a connection
 connection.py   a framed, authenticated connection; leader_links.py: the links between a group's leaders
 frames.py       the schema of control messages, checked field by field
 failure.py      one description of a failure, the same on every rank
+connecting.py   deaths while a group is being made
 shrink.py       building the group of those who go on, as membership/ decides
 
 A HierarchicalGroup is a ProcessGroup on each host, an engine between them, and a control channel on every rank.

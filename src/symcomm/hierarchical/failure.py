@@ -81,7 +81,10 @@ class Failures:
 
     def _ended_here(self) -> dict[str, str]:
         """How ranks of this host ended, by their number."""
-        group, ended = self._group, {}
+        group = self._group
+        ended: dict[str, str] = {}
+        if group.local is None:  # which is being made
+            return ended
         for seen in group.local.handle.report()["ranks"]:
             if seen["gone"] == Status.DEAD:
                 ended[str(group.layout.here[seen["rank"]])] = how_it_ended(group.local.peers[seen["rank"]].pid)
@@ -219,7 +222,8 @@ class Failures:
         with self._lock:
             if self.verdict is not None:
                 return False
-            self._group.local.handle.abort()  # before a caller learns of it and reuses its tensors
+            if self._group.local is not None:
+                self._group.local.handle.abort()  # before a caller learns of it and reuses its tensors
             self._group.stop_engine()
             self.verdict = verdict
         self._group.notify()

@@ -20,6 +20,7 @@ from symcomm.group.meeting import HostMeeting, Meeting
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.refusal import settled
 from symcomm.group.work import Timeout, to_ns
+from symcomm.hierarchical.connecting import DeathWatch
 from symcomm.hierarchical.connection import FramedConnection, ProtocolViolation
 from symcomm.hierarchical.control_channel import ControlChannel, Endpoint, channel_of, check_tokens, endpoint_in
 from symcomm.hierarchical.discovery import (
@@ -52,7 +53,7 @@ from symcomm.hierarchical.topology import Layout
 from symcomm.hierarchical.work import Runner
 from symcomm.membership.quorum_board import QuorumBoard
 from symcomm.memory.hosts import boot_id, network
-from symcomm.memory.share import Deadline, Exchange
+from symcomm.memory.share import Exchange
 from symcomm.store.address import LOOPBACK, own_address
 
 Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
@@ -139,7 +140,10 @@ class HierarchicalGroup(ProcessGroup):
         self._has_left = False
         self._key = ""
         self._rank_of: dict[str, int] = {}  # by the name of its control channel, which may ask during bootstrap
+        self._untold: list[str] = []  # ranks that have to hear when this one leaves
         self._stopping: threading.Thread | None = None
+        self.local: Any = None  # until there is one: others may speak to this rank before
+        self.engine: Any = None
         self._bootstrap(met, engine)
 
     def _new_state(self, timeout_ns: int) -> HierarchicalState:
@@ -154,9 +158,10 @@ class HierarchicalGroup(ProcessGroup):
         try:
             local = self._meet_host(met, key, wanted_engine(engine))
             self._connect(local, met.exchange)
-        except BaseException:
+        except BaseException as error:
+            self._tell_why(met.exchange, error)
             self.control.leave(key)
-            self.control.leave(self._key)
+            self.control.leave(self._key, self._untold)  # or they would take this rank for dead
             raise
         _living.add(self)
         registry.add(self)
@@ -165,6 +170,12 @@ class HierarchicalGroup(ProcessGroup):
         )
         self._retire.atexit = False
         _leave_first_at_exit()
+
+    def _tell_why(self, exchange: Exchange, error: BaseException) -> None:
+        """Before the others see that this rank leaves, if it has a reason of its own."""
+        tell = getattr(exchange, "give_up", None)
+        if tell is not None and not isinstance(error, (errors.PeerError, errors.DeadlineError)):
+            tell(error)
 
     def _meet_host(self, met: Meeting, key: str, wanted: str) -> Meeting:
         """What all ranks tell each other once they know that there are several hosts."""
@@ -203,24 +214,20 @@ class HierarchicalGroup(ProcessGroup):
         self.handle, self.peers = self.state.handle, self.state.peers = self.local.handle, self.local.peers
         self.local.waits, self.local.here = self.waits, self.layout.here
         self.exposed = self.local.exposed  # which outlives the group while ranks of this host may write there
-        self._make_engine(exchange)
+        with DeathWatch(self, exchange) as watch:
+            self._make_engine(exchange, watch.check_all)
         parts = Parts(
             self.layout, HostRanks(self.local.executor), self.leader_links, self.arrivals, self.engine,
             Scratch(self.arena), self.presence, self.failures, self.refusals,
         )  # fmt: skip
         messages = HierarchicalMessages(self.state, self.layout, self.local.messages, self.matcher)
         self._own(HierarchicalExecutor(self.state, parts), messages)
-        for other in self.layout.others:  # the peers that watch each other's liveness
-            for rank in self.layout.counterparts(other):
-                if rank > self.rank:
-                    self.tell(rank, {"kind": "hello"}, timeout=self.timeout)
 
     def meet(self, exchange: Exchange) -> None:
         exchange(b"")
 
-    def _make_engine(self, exchange: Exchange) -> None:
+    def _make_engine(self, exchange: Exchange, check: Callable[[], None]) -> None:
         self.engine_name = agree_on_engine(self.peer_info)
-        check = getattr(exchange, "check", None)
         context = EngineContext(self.rank, self.size, self._endpoints[self.rank].address, check)
         self.engine = engine_class(self.engine_name)(context)
         self.layout.eager_host_max = self.engine.eager_host_max
@@ -228,14 +235,15 @@ class HierarchicalGroup(ProcessGroup):
         try:
             self.engine.connect(endpoints, self.timeout)
         except RuntimeError as error:  # also torch's
-            Deadline(self.timeout, check).await_reason()
-            if isinstance(error, errors.DeadlineError):
+            if isinstance(error, errors.SymcommError) and not isinstance(error, ConnectionError):
                 raise
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise errors.RankFailedError(
                 f"group {self.name!r}: {self.engine_name} could not connect rank {self.rank} to the others ({why}); "
                 f"a rank ended meanwhile, or the network is in the way: {network_advice(self.peer_info)}."
             ) from error
+        finally:
+            context.check = None  # which knows this group: an engine must not keep it alive
 
     def __repr__(self) -> str:
         hosts = len(self.layout.hosts)
@@ -261,6 +269,8 @@ class HierarchicalGroup(ProcessGroup):
 
     def stop_engine(self) -> None:
         """Abort transfers, in another thread: this one may be the channel's, or the engine's. See await_engine."""
+        if self.engine is None:
+            return
         stopping = threading.Thread(target=self.engine.abort, name="symcomm-abort", daemon=True)
         stopping.start()
         self._stopping = stopping
@@ -365,6 +375,9 @@ class HierarchicalGroup(ProcessGroup):
 
     def wait_stats(self) -> dict[str, int]:
         return self.local.wait_stats()
+
+    def describe(self, description: str) -> None:
+        self.local.describe(description)
 
     @property
     def has_left(self) -> bool:

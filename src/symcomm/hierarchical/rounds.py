@@ -117,7 +117,7 @@ class ControlExchange:
         late: Callable[[list[int]], BaseException],
     ):
         self._rounds, self._ranks, self._topic, self._timeout = rounds, ranks, topic, timeout
-        self._check, self._late = check, late
+        self._checks, self._late = [check], late
         self._turn = 0
         self._is_over = False
 
@@ -131,9 +131,14 @@ class ControlExchange:
                 raise self._late(missing)
         return [text.encode("latin-1") for text in self._rounds.take(key, self._ranks)]
 
+    def add_check(self, check: Callable[[], None]) -> None:
+        """What else raises once waiting is useless."""
+        self._checks.append(check)
+
     def check(self) -> None:
         """Raise once waiting for the others is useless."""
-        self._check()
+        for check in self._checks:
+            check()
         for rank in self._ranks:
             if why := self._rounds.published(f"{self._topic}/failed", rank):
                 self._is_over = True
@@ -141,7 +146,8 @@ class ControlExchange:
                     f"new group from group {self._rounds.name!r}: rank {rank} gave up: {why}", [rank]
                 )
 
-    def give_up(self, error: Exception) -> None:
+    def give_up(self, error: BaseException) -> None:
         """This rank cannot take part: let the others know why, unless one of them told us."""
         if not self._is_over and not isinstance(error, (errors.PeerError, errors.DeadlineError)):
+            self._is_over = True
             self._rounds.publish(f"{self._topic}/failed", str(error) or type(error).__name__, self._ranks)

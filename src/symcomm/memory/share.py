@@ -23,7 +23,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from symcomm import __version__, errors
@@ -31,8 +31,8 @@ from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, named_dir
 from symcomm.memory.hosts import alike, all_mapped, boot_id, check_versions, hosts_of, network, pretended_host, short
 
 __all__ = [
-    "Connected", "Deadline", "Exchange", "GroupNotBuilt", "HostArenas", "OthersShortage", "connect",
-    "named_directory",
+    "Connected", "Deadline", "Exchange", "GroupNotBuilt", "HostArenas", "OthersShortage", "check_descriptors",
+    "connect", "named_directory", "naming_shortages",
 ]  # fmt: skip
 
 # An all-gather of bytes, in rank order: how ranks bootstrap a group. It may have a method check(), which raises once
@@ -270,15 +270,33 @@ def _pass_descriptors(
         if isinstance(error, errors.SymcommError):
             raise
         if isinstance(error, OSError) and error.errno in SHORTAGES:
-            raise _shortage(rank, error) from error
+            raise _shortage("exchange of arenas", rank, error) from error
         deadline.await_reason()
         missing = getattr(error, "missing", [0] if rank else [])
         raise errors.deadline("exchange of arenas", deadline.seconds, missing=missing) from error
 
 
-def _shortage(rank: int, error: OSError) -> errors.ResourceError:
-    text = f"exchange of arenas: rank {rank} cannot take part: {error.strerror}"
+def _shortage(what: str, rank: int, error: OSError) -> errors.ResourceError:
+    text = f"{what}: rank {rank} cannot take part: {error.strerror}"
     return errors.ResourceError(f"{text}; {SHORTAGES[error.errno or 0]}.")
+
+
+@contextlib.contextmanager
+def naming_shortages(what: str, rank: int) -> Iterator[None]:
+    """A ResourceError for what breaks since this process has no descriptors, or no memory."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, errors.SymcommError) or error.errno not in SHORTAGES:
+            raise
+        raise _shortage(what, rank, error) from error
+
+
+def check_descriptors(what: str, rank: int, needed: int) -> None:
+    """Raise ResourceError unless this process can have so many more. For libraries that end it where they lack one."""
+    with naming_shortages(what, rank), contextlib.ExitStack() as stack:
+        for _ in range(needed):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _check_received(flags: int) -> None:
@@ -314,7 +332,7 @@ class _DescriptorServer:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, OSError) and error.errno in SHORTAGES:
-            error = _shortage(0, error)
+            error = _shortage("exchange of arenas", 0, error)
         for sock in self._ranks.values():
             _apologize(sock, error)
         for fd in self._descriptors.values():
@@ -415,7 +433,7 @@ def _join(rank: int, arena: Arena, infos: Sequence[dict[str, Any]], deadline: De
             peers = _receive_all(sock, infos, deadline)
         except (OSError, errors.SymcommError) as error:
             if isinstance(error, OSError) and error.errno in SHORTAGES:
-                error = _shortage(rank, error)
+                error = _shortage("exchange of arenas", rank, error)
             _apologize(sock, error)
             raise error from None
         sock.send(DONE)

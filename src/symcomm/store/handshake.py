@@ -87,7 +87,7 @@ def handshake(
     deadline = time.monotonic() + timeout
     written: list[str] = []  # by all attempts: what one of them told may be secret, so it is removed at the end
     while True:
-        attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call, check or _nothing_to_check, written)
+        attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call, [check] if check else [], written)
         try:
             built = build(attempt)
         except _StartOver:
@@ -112,10 +112,6 @@ def _ends_with_leader(store: Any) -> bool:
     return bool(getattr(root, "is_serving", type(root).__name__ == "TCPStore"))
 
 
-def _nothing_to_check() -> None:
-    """For callers that cannot know which ranks live."""
-
-
 class _StartOver(errors.PeerError):
     """Another rank has left this generation, and arrived anew."""
 
@@ -135,7 +131,7 @@ class _Attempt:
     deadline: float
     timeout: float
     call: str
-    check_ranks: Callable[[], None]
+    checks: list[Callable[[], None]]  # each raises once a rank is gone
     mine: list[str]  # keys that we wrote and must remove ourselves
     token: str = field(default_factory=lambda: secrets.token_hex(TOKEN // 2))
     tokens: list[str] = field(default_factory=list)  # of the generation's ranks, once there is one
@@ -225,11 +221,19 @@ class _Attempt:
             value = value if found == ABSENT.encode() else found
         return value
 
+    def add_check(self, check: Callable[[], None]) -> None:
+        """What else raises once a rank is gone: those that have met see more of each other."""
+        self.checks.append(check)
+
+    def check_ranks(self) -> None:
+        for check in self.checks:
+            check()
+
     # --- waiting ----------------------------------------------------------------------------------------------
 
     def _await(self, keys: list[str]) -> None:
         """Wait for the others to arrive, which may take long."""
-        look = LOOK_FOR_DEAD if self.check_ranks is not _nothing_to_check else LOOK_FOR_FAILED
+        look = LOOK_FOR_DEAD if self.checks else LOOK_FOR_FAILED
         while True:
             left = max(0.001, self.deadline - time.monotonic())
             try:

@@ -10,13 +10,17 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from symcomm import errors
+from symcomm.memory.share import Deadline
+
+T = TypeVar("T")
 
 # Built in, the best first. The modules are loaded when an engine is asked for.
 BUILT_IN = {
@@ -46,15 +50,33 @@ class Move(NamedTuple):
         return self.tag + TAGS * (self.match % (most // TAGS))
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineContext:
     """What an engine is told when it is made. ``address``: where other hosts reach this rank. ``check``: raises once
-    some rank cannot arrive any more."""
+    some rank cannot arrive any more; None when the engine has connected."""
 
     rank: int
     size: int
     address: str
     check: Callable[[], None] | None = None
+
+
+def in_background(act: Callable[[], T], timeout: float, context: EngineContext) -> T:
+    """What ``act()`` returns or raises, in a thread that is left behind where the time is over (queue.Empty), or
+    ``context.check`` raises."""
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((act(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, name="symcomm-connect", daemon=True).start()
+    found, error = Deadline(timeout, context.check).get(answers)
+    if error is not None:
+        raise error
+    return found
 
 
 class Expected:

@@ -1,7 +1,7 @@
 """MPI as an engine, through mpi4py: for clusters whose network MPI knows best.
 
-Ranks must have been started by mpirun or srun, so that MPI knows them all. One thread makes every call of MPI's after
-the first, so that any level of thread support but the lowest will do.
+Ranks must have been started by mpirun or srun, so that MPI knows them all. One thread makes every call of MPI's once
+the ranks are connected, so that any level of thread support but the lowest will do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer
+from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer, in_background
 
 # One of these is set by whatever starts ranks that MPI knows.
 STARTED_BY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK", "MPI_LOCALNRANKS")
@@ -52,7 +52,10 @@ class MpiEngine(Engine):
     def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
         world = self._mpi.COMM_WORLD
         members = world.Get_group().Incl([endpoint["world_rank"] for endpoint in endpoints])
-        self._comm = world.Create_group(members)
+        try:
+            self._comm = in_background(lambda: world.Create_group(members), timeout, self.context)
+        except queue.Empty:
+            raise errors.deadline(f"connecting rank {self.context.rank} by MPI", timeout) from None
         self._thread = threading.Thread(target=self._work, name="symcomm-mpi", daemon=True)
         self._thread.start()
 

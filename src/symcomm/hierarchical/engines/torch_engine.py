@@ -22,14 +22,15 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
-from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer
+from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer, in_background
 from symcomm.hierarchical.session import job_secret
 from symcomm.hierarchical.topology import EAGER_HOST_MAX
-from symcomm.memory.share import Deadline
+from symcomm.memory.share import check_descriptors
 from symcomm.store import TCPStore
 
 NEVER = timedelta(days=365)
 LARGEST_TAG = 1 << 30
+DESCRIPTORS = 8  # that an engine may take besides one for each rank; Gloo was seen to take 3
 ABORT_TAG = (1 << 31) - 2
 LOOK = timedelta(milliseconds=200)  # between two looks whether a group that connects was given up
 
@@ -106,25 +107,43 @@ class _TorchEngine(Engine):
             self.endpoint = {"address": context.address, "port": self._served.port, "token": token}
 
     def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
-        limit = timedelta(seconds=timeout)
-        self._first = endpoints[0]
+        """In a thread: both the store and the engine would wait for a peer that died meanwhile."""
+        self._first, size = endpoints[0], self.context.size
+        needed = DESCRIPTORS + size * (1 if self._served is None else 2)  # the store's server has one for each, too
+        check_descriptors(f"connecting by {self.name.capitalize()}", self.context.rank, needed)
+        given_up = threading.Event()
+        try:
+            self._group = in_background(lambda: self._join(timedelta(seconds=timeout), given_up), timeout, self.context)
+        except queue.Empty:
+            what = f"connecting rank {self.context.rank} by {self.name.capitalize()}"
+            raise errors.deadline(what, timeout, missing=self._absent()) from None
+        finally:
+            if self._group is None:
+                given_up.set()  # what waits in the store for the others ends, with its connections
+        _connected.add(self)
+
+    def _join(self, limit: timedelta, given_up: threading.Event) -> Any:
         store = self._served or self._open_store(limit)
         store.set_timeout(limit)
-        given_up = threading.Event()
+        store.set(f"connecting/{self.context.rank}", b"1")
         self._store = _as_torch_store(store, given_up)
-        try:
-            self._group = self._make_group(timeout)
-        except BaseException:
-            given_up.set()  # what waits in the store for the others ends, with its connections
-            raise
-        _connected.add(self)
+        return self._make_group()
 
     def _open_store(self, timeout: timedelta) -> TCPStore:
         """The store that the first rank serves."""
         first = self._first
         return TCPStore(first["address"], first["port"], timeout=timeout, token=first["token"] or None, patient=False)
 
-    def _make_group(self, timeout: float) -> Any:
+    def _absent(self) -> list[int]:
+        """Ranks that have not begun to connect. The first one serves the store that knows, and may be the one.
+        The engine still waits in the connection that we have."""
+        try:
+            with contextlib.closing(self._open_store(timedelta(seconds=1))) as store:
+                return [r for r in range(self.context.size) if not store.check([f"connecting/{r}"])]
+        except RuntimeError:
+            return [0]
+
+    def _make_group(self) -> Any:
         raise AssertionError("made by the engines below")
 
     def start(
@@ -218,41 +237,14 @@ class GlooEngine(_TorchEngine):
 
         return "" if dist.is_available() and dist.is_gloo_available() else "this build of torch has no Gloo"
 
-    def _make_group(self, timeout: float) -> Any:
-        """In a thread, which is left behind where a peer dies meanwhile: Gloo would wait for that peer for ever."""
+    def _make_group(self) -> Any:
         from torch._C._distributed_c10d import ProcessGroupGloo
 
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = NEVER
         options._devices = [gloo.create_device(hostname=self.context.address)]
-        made: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._store.set(f"connecting/{self.context.rank}", b"1")
-
-        def make() -> None:
-            try:
-                made.put(gloo(self._store, self.context.rank, self.context.size, options))
-            except Exception as error:
-                made.put(error)
-
-        threading.Thread(target=make, name="symcomm-connect", daemon=True).start()
-        try:
-            found = Deadline(timeout, self.context.check).get(made)
-        except queue.Empty:
-            what = f"connecting rank {self.context.rank} by Gloo"
-            raise errors.deadline(what, timeout, missing=self._absent()) from None
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def _absent(self) -> list[int]:
-        """Ranks that have not begun to connect. The first one serves the store that knows, and may be the one.
-        Gloo still waits in the connection that we have."""
-        try:
-            with contextlib.closing(self._open_store(timedelta(seconds=1))) as store:
-                return [r for r in range(self.context.size) if not store.check([f"connecting/{r}"])]
-        except RuntimeError:
-            return [0]
+        return gloo(self._store, self.context.rank, self.context.size, options)
 
     def expect(self, moves: Sequence[Move]) -> Expected:
         expected = Expected(moves)
@@ -290,7 +282,13 @@ class NcclEngine(_TorchEngine):
             return "this build of torch has no NCCL"
         return "" if torch.cuda.is_available() else "this machine has no GPU"
 
-    def _make_group(self, timeout: float) -> Any:
+    def __init__(self, context: EngineContext):
+        import torch
+
+        super().__init__(context)
+        self._device = torch.device("cuda", torch.cuda.current_device())  # of the thread that makes the group
+
+    def _make_group(self) -> Any:
         import torch
         import torch._C._distributed_c10d as torch_c10d
         import torch.distributed as dist
@@ -298,7 +296,6 @@ class NcclEngine(_TorchEngine):
         nccl: Any = vars(torch_c10d)["ProcessGroupNCCL"]
         options = nccl.Options()
         options._timeout = NEVER
-        self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
         backend = nccl(self._store, self.context.rank, self.context.size, options)
         whole = dist.ProcessGroup(self._store, self.context.rank, self.context.size)  # which knows batches

@@ -1,0 +1,76 @@
+"""Deaths while a group across hosts is being made: from the moment at which its ranks can reach each other they watch
+as they do in a group's operations, and all raise the same words."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from symcomm import errors
+from symcomm.memory.share import Deadline, Exchange
+
+REDIAL = 0.5  # seconds until a rank connects to one that should have done so, and between two attempts
+GRACE = 1.0  # seconds for a rank that left to say why
+DIAL = 1.0  # seconds for an attempt
+
+
+class DeathWatch:
+    """Of one group. What waits in ``exchange`` raises, too, from now on; and while this is a context, whatever breaks
+    since a rank died raises who it was."""
+
+    def __init__(self, group: Any, exchange: Exchange):
+        self._ref = weakref.ref(group)  # an exchange must not keep the group alive
+        self._has_raised = False
+        self._left_at: dict[int, float] = {}
+        counterparts = {r for host in group.layout.others for r in group.layout.counterparts(host)}
+        self._watched = sorted(counterparts)
+        for rank in self._watched:
+            if rank > group.rank:  # the other one of each pair waits for that
+                group.tell(rank, {"kind": "hello"}, timeout=group.timeout)
+        self._redial_at = time.monotonic() + REDIAL
+        if (add := getattr(exchange, "add_check", None)) is not None:
+            add(self.check)
+        self.check_all = getattr(exchange, "check", self.check)  # who died, or gave up
+
+    @property
+    def _group(self) -> Any:
+        return self._ref()
+
+    def __enter__(self) -> DeathWatch:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        own = isinstance(error, (errors.ResourceError, errors.CallerError))
+        if isinstance(error, RuntimeError) and not own and not self._has_raised:  # also torch's
+            Deadline(self._group.timeout, self.check_all).await_reason()
+
+    def check(self) -> None:
+        """Raise once a rank has died."""
+        if (group := self._group) is None:
+            return
+        if time.monotonic() > self._redial_at:
+            self._redial()
+        dead = sorted(group.rounds.dead() | self._silent())
+        if dead and group.failures.verdict is None:
+            group.failures.gone(dead)
+        if (verdict := group.failures.verdict) is not None:
+            self._has_raised = True
+            raise errors.RankFailedError(
+                f"group {group.name!r}: {verdict['story']}, while the ranks were making the group.", verdict["ranks"]
+            )
+
+    def _silent(self) -> set[int]:
+        """Ranks that left a while ago. Others see sooner why, if that can be told."""
+        now, left = time.monotonic(), self._group.presence.left
+        for rank in left:
+            self._left_at.setdefault(rank, now)
+        return {rank for rank, at in self._left_at.items() if now - at > GRACE}
+
+    def _redial(self) -> None:
+        """A rank that died before it said hello has no connection whose end would tell."""
+        group = self._group
+        for rank in self._watched:
+            if not group.is_gone(rank) and not group.tell_known(rank, {"kind": "hello"}):
+                group.tell(rank, {"kind": "hello"}, timeout=DIAL)
+        self._redial_at = time.monotonic() + REDIAL
