@@ -240,7 +240,7 @@ def test_an_abort_ends_the_making_of_a_group() -> None:
 
     assert run(rank, [1, 1])[0] == (
         "GroupUnusableError",
-        "barrier #1 on group 'world' was aborted by rank 1; destroy the group, or call group.shrink() to go on.",
+        "new_group #1 on group 'world' was aborted by rank 1; destroy the group, or call group.shrink() to go on.",
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 import pytest
 import torch
+import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm import errors
@@ -66,3 +68,26 @@ def test_the_default_group_of_torch_is_called_world(tmp_path):
         if "top" in told:
             assert told["top"] == sorted(["world", other])
             assert "'world'" in told["page"]
+
+
+def _described(rank: int, world: int, place: str, backend: str) -> list[str]:
+    """What a dump says of each operation's group besides its name."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"  # or torch records nothing
+    dist.init_process_group(backend, init_method=f"file://{place}", rank=rank, world_size=world)
+    groups = [None, dist.new_group([0, 1], group_desc="pair"), dist.new_group([0, 1])]
+    groups += [dist.new_group([0, 1], group_desc="many words " * 60)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    dump = _dump_fr_trace_json if backend == "symcomm" else torch_c10d._dump_fr_trace_json
+    entries = json.loads(dump())["entries"][-len(groups) :]
+    dist.barrier()
+    dist.destroy_process_group()
+    return [entry["process_group"][1] for entry in entries]
+
+
+def test_dumps_say_of_groups_what_those_of_gloo_say(tmp_path):
+    ours, theirs = (
+        run_ranks(_described, 2, str(tmp_path / backend), backend, deadline=60)[0] for backend in ("symcomm", "gloo")
+    )
+    assert theirs[:3] == ["default_pg", "pair", "undefined"] and ours[:3] == theirs[:3]
+    assert ours[3] == "undefined"  # a recorder has little room for each group

@@ -100,6 +100,7 @@ class LocalGroup(ProcessGroup):
         self.peers, self.plan_limits, part = list(met.peers), met.limits(), met.part
         self._offset = part.offset
         starts = [peer.base + f["offset"] for peer, f in zip(self.peers, met.facts, strict=True)]
+        self._recorded_as = self.arena.flight.add_group(self.name, self.rank, self.global_ranks)
         own_process = sum(p.pid == os.getpid() for p in self.peers) == 1
         self.handle = native.Group(
             rank=self.rank,
@@ -112,7 +113,7 @@ class LocalGroup(ProcessGroup):
             lives=tuple([p.life for p in self.peers]),
             channels=tuple([s + part.channels for s in starts]),
             flight=self.arena.flight.address,
-            flight_group=self.arena.flight.add_group(self.name, self.rank, self.global_ranks),
+            flight_group=self._recorded_as,
             own_process=own_process,
             spin=SPIN_COUNT,
             poll_ns=self._spin_ns,
@@ -153,6 +154,9 @@ class LocalGroup(ProcessGroup):
 
     def wait_stats(self) -> dict[str, int]:
         return dict(zip(("looked", "yielded", "slept"), self.handle.waits(), strict=False))
+
+    def describe(self, description: str) -> None:
+        self.arena.flight.describe_group(self._recorded_as, description)
 
     def abort(self) -> None:
         self.call_hooks.run_abort_hooks()

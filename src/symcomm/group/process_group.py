@@ -26,6 +26,7 @@ from symcomm.group.interception import Interception
 from symcomm.group.monitored_barrier import MonitoredBarriers
 from symcomm.group.p2p import ANY_SOURCE, Message, Messages
 from symcomm.group.refusal import Refusals
+from symcomm.group.request import Request
 from symcomm.group.state import GroupState
 from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.memory.arena import Arena, Peer
@@ -165,6 +166,10 @@ class ProcessGroup(GroupCalls, HookMethods):
     def wait_stats(self) -> dict[str, int]:
         """How this rank's waits on the group ended that took more than about 10 us: while it kept its core and looked,
         while it offered the core to others, or after it had slept."""
+
+    @abstractmethod
+    def describe(self, description: str) -> None:
+        """What dumps of the flight recorder say of this group besides its name."""
 
     # --- failure ----------------------------------------------------------------------------------------------
 
@@ -348,7 +353,7 @@ class ProcessGroup(GroupCalls, HookMethods):
                 allowed = f"distinct ranks of 0 to {self.size - 1}, at least one"
                 raise errors.bad_argument("new_group", "ranks", chosen, allowed)
             if self.spans_hosts:  # where members meet apart from the others: a rank that refuses tells all of them here
-                self.barrier(timeout=timeout)
+                self.executor.execute(Request("barrier", [], [], call="new_group"), False, timeout)
             return self._subgroup({r: (0, i) for i, r in enumerate(chosen)}, name, timeout)
 
     def split(self, color: int | None, key: int = 0, name: str = "", timeout: Timeout = None) -> ProcessGroup | None:

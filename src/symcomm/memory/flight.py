@@ -93,18 +93,32 @@ class Flight:
         self._lock = threading.RLock()  # a signal handler may need it while we do
         native.poke(address, struct.pack("<5Q", 0, capacity, 0, 0, 0))
 
-    def add_group(self, name: str, rank: int, ranks: list[int], description: str = "") -> int:
+    def add_group(self, name: str, rank: int, ranks: list[int]) -> int:
         """The number by which entries refer to this group."""
         with self._lock:
             number = self._groups = self._groups + 1
-            facts = {"name": name, "rank": rank, "size": len(ranks), "ranks": ranks, "description": description}
-            text = json.dumps(facts).encode()
-            if len(text) > GROUP - 8:  # very long names, or many ranks; a character takes up to 12 bytes
-                text = json.dumps({**facts, "name": name[:30], "description": "", "ranks": []}).encode()
-            place = _groups_at(self.address, self.capacity) + (number - 1) % GROUPS * GROUP
-            native.poke(place, struct.pack("<II", number, len(text)) + text)
+            self._write_group(number, {"name": name, "rank": rank, "size": len(ranks), "ranks": ranks})
             native.poke(self.address + 16, struct.pack("<Q", number))
         return number
+
+    def describe_group(self, number: int, description: str) -> None:
+        """What dumps say of a group besides its name, unless newer groups have its place."""
+        with self._lock:
+            raw = native.peek(self._place(number), GROUP)
+            written, length = struct.unpack_from("<II", raw)
+            if written == number:
+                self._write_group(number, {**json.loads(raw[8 : 8 + length]), "description": description})
+
+    def _write_group(self, number: int, facts: dict[str, Any]) -> None:
+        text = json.dumps(facts := {"description": "", **facts}).encode()
+        if len(text) > GROUP - 8:  # very long names, or many ranks; a character takes up to 12 bytes
+            text = json.dumps(facts | {"description": ""}).encode()
+        if len(text) > GROUP - 8:
+            text = json.dumps(facts | {"name": facts["name"][:30], "description": "", "ranks": []}).encode()
+        native.poke(self._place(number), struct.pack("<II", number, len(text)) + text)
+
+    def _place(self, number: int) -> int:
+        return _groups_at(self.address, self.capacity) + (number - 1) % GROUPS * GROUP
 
     def forget(self) -> None:
         """Forget earlier operations: show only what is recorded from now on."""

@@ -21,7 +21,7 @@ def derive(parent: Any, core: ProcessGroup | None, name: str, desc: str, options
         return None
     store, lifetime = parent.get_group_store(), timedelta(seconds=core.timeout)
     group = type(parent)(store, core.rank, core.size, lifetime, name, core.global_ranks, options, core)
-    group.names.desc = desc
+    group.describe(desc)
     group.devices_without_torch = parent.backends_by_device()
     return group
 

@@ -84,11 +84,16 @@ class TorchGroup(PythonGroup):
     def _begin(self, core: Any) -> None:
         """Make this the group of ``core``'s members."""
         self.core = core
+        core.describe(self.names.desc)
         self.engines = Engines(self)
         self.calls = Calls(core, self.engines, self.names, self.completion)
         core.interception.add_facade(self, TORCH_CALLS)
         if versions.HAS_PYTHON_BACKENDS:
             install_cpp_backend(self, TorchGroup, ["cpu", *self.engines.device_types()])
+
+    def describe(self, desc: str) -> None:
+        super().describe(desc)
+        self.core.describe(desc)
 
     # --- operations, by torch's names ---------------------------------------------------------------------------
 
@@ -288,7 +293,7 @@ class TorchGroup(PythonGroup):
         lifetime = timeout or timedelta(seconds=self.core.timeout)
         check = derived.merge_check(self.core, store)
         group = derived.merged(type(self), store, size, lifetime, group_name or f"{self.names.name}:merge", check)
-        group.names.desc = group_desc or f"{self.names.desc}:merge"
+        group.describe(group_desc or f"{self.names.desc}:merge")
         return group
 
     mergeRemoteGroup = merge_remote_group

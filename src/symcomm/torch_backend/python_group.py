@@ -71,7 +71,11 @@ class PythonGroup(HookMethods, dist.ProcessGroup):
         return self.names.desc
 
     def setGroupDesc(self, desc: str) -> None:
-        self.names.desc = values.text("_set_group_desc", desc)
+        self.describe(values.text("_set_group_desc", desc))
+
+    def describe(self, desc: str) -> None:
+        """Changes the group's description."""
+        self.names.desc = desc
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)

@@ -53,6 +53,9 @@ class EmptyCore:
     def abort(self) -> None:
         """Nothing can be pending."""
 
+    def describe(self, description: str) -> None:
+        """Nothing is recorded."""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.members.current, name)  # which says that there is none
 
