@@ -21,7 +21,6 @@ class DeathWatch:
 
     def __init__(self, group: Any, exchange: Exchange):
         self._ref = weakref.ref(group)  # an exchange must not keep the group alive
-        self._has_raised = False
         self._left_at: dict[int, float] = {}
         counterparts = {r for host in group.layout.others for r in group.layout.counterparts(host)}
         self._watched = sorted(counterparts)
@@ -41,8 +40,9 @@ class DeathWatch:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        own = isinstance(error, (errors.ResourceError, errors.CallerError))
-        if isinstance(error, RuntimeError) and not own and not self._has_raised:  # also torch's
+        says_why = isinstance(error, (errors.ResourceError, errors.CallerError))
+        says_who = isinstance(error, errors.RankFailedError) and error.ranks
+        if isinstance(error, RuntimeError) and not says_why and not says_who:  # also torch's
             Deadline(self._group.timeout, self.check_all).await_reason()
 
     def check(self) -> None:
@@ -55,7 +55,6 @@ class DeathWatch:
         if dead and group.failures.verdict is None:
             group.failures.gone(dead)
         if (verdict := group.failures.verdict) is not None:
-            self._has_raised = True
             raise errors.RankFailedError(
                 f"group {group.name!r}: {verdict['story']}, while the ranks were making the group.", verdict["ranks"]
             )
