@@ -152,6 +152,28 @@ def test_text_is_no_list_of_tensors(text):
     threads(body, 1)
 
 
+class _NoTensor:
+    asked = 0  # how many of these were asked for what they hold
+
+    @property
+    def __dlpack__(self) -> object:
+        _NoTensor.asked += 1
+        raise AttributeError
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, iter])
+def test_the_first_that_is_no_tensor_ends_a_list(kind):
+    _NoTensor.asked = 0
+    items = [_NoTensor() for _ in range(1000)]
+
+    def body(g: ProcessGroup) -> None:
+        with pytest.raises(errors.WrongTypeError, match="all_reduce: tensor must be a tensor"):
+            g.all_reduce_coalesced(kind(items))
+
+    threads(body, 1)
+    assert 0 < _NoTensor.asked < 10
+
+
 def test_repr_timeout_and_sequence_number():
     def rank(g: ProcessGroup) -> None:
         assert repr(g) == f"<ProcessGroup 'world': rank {g.rank} of 2>"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from symcomm.hierarchical.group import HierarchicalGroup
 from symcomm.hierarchical.intra_host import IntraHostGroup
 from symcomm.store import FileStore
 from symcomm.store.handshake import _Attempt
+from tests.support.faults import few_descriptors
 from tests.support.ranks import die, run_ranks
 
 pytestmark = pytest.mark.long
@@ -28,16 +28,6 @@ pytestmark = pytest.mark.long
 HOSTS = ["a", "a", "b", "b"]
 LONG = 100.0  # what a rank would wait for another that does not come
 SOON = 30.0  # a wide bound of "at once"
-
-
-def few_descriptors(spare: int) -> None:
-    """So many are left."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    used = sorted(map(int, os.listdir("/proc/self/fd")))
-    holes = used[-1] + 1 - len(used)
-    for _ in range(holes):
-        os.open(os.devnull, os.O_RDONLY)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used[-1] + 1 + spare, hard))
 
 
 def calling(owner: Any, name: str, first: Callable[[], None] | None, then: Callable[[], None] | None = None) -> Any:

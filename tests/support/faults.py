@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import select
 import struct
 import tempfile
@@ -91,6 +92,16 @@ def leftovers() -> list[str]:
 
 
 _clock = mmap.mmap(-1, 4096)  # shared with forked ranks: when the fault happened
+
+
+def few_descriptors(spare: int) -> None:
+    """This process can have so many more than it has now."""
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    while (filler := os.open(os.devnull, os.O_RDONLY)) < max(used):
+        pass
+    os.close(filler)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (filler + spare, hard))
 
 
 def mark_fault() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -257,7 +257,7 @@ def overwrite_all(call: str, name: str, tensors: Sequence[Any]) -> errors.Output
     return next(filter(None, map(partial(overwrite, call), names, tensors)), None)
 
 
-def in_turn(calls: Sequence[Callable[[], Any]]) -> Any:
+def in_turn(calls: Iterable[Callable[[], Any]]) -> Any:
     """What the last of these calls gives. All are made, since the other ranks make them all; then it is said where
     autograd did not let an output be written."""
     last = refusal = None

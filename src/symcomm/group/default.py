@@ -5,7 +5,9 @@ Where threads are ranks, each thread has a default group of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +20,16 @@ from symcomm.group import hooks
 from symcomm.group.factory import finish_meeting, make_group
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
-from symcomm.store.handshake import Exchange, handshake
+from symcomm.memory.share import naming_shortages
+from symcomm.store.handshake import Exchange, decline, handshake
 from symcomm.store.lease import Lease
 from symcomm.store.standing import MEMBER, WAITING, tell_launcher
 
 JOIN = "SYMCOMM_JOIN"  # set by the launcher in newcomers: the attempt at which those that run were started
 RENDEZVOUS_SECONDS = 300.0  # the most that ranks wait for each other, unless the group's time-out is shorter
+PREFIX = "symcomm/init"  # of keys in the store where ranks meet
+TELLING = 5.0  # seconds for a rank that cannot come to find the store after all
+TELLING_TAKES = 8  # descriptors
 _process_group: ProcessGroup | None = None
 _thread = threading.local()
 
@@ -100,7 +106,7 @@ def join_ranks(
             finish_meeting(group, exchange)
         return group
 
-    group = handshake(store, "symcomm/init", rank, world_size, seconds, build, tidy=tidy, check=check)
+    group = handshake(store, PREFIX, rank, world_size, seconds, build, tidy=tidy, check=check)
     group.store = store
     return group
 
@@ -110,13 +116,11 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
 
     A rank that leaves one group and comes to the next before the others may find the server of the one that ends:
     when that goes away it looks again."""
-    from symcomm.store.bootstrap import rendezvous
-
     end, lease = time.monotonic() + seconds, None
     tell = tell_launcher if init_method.startswith("env://") else _tell_nobody
     while True:
         try:
-            place = rendezvous(init_method, rank, world_size, timeout=max(1.0, end - time.monotonic()))
+            place = _find(init_method, rank, world_size, max(1.0, end - time.monotonic()))
             lease = Lease(place.store)
             tell(place.store, WAITING)
             group = join_ranks(place.store, place.rank, place.world_size, max(1.0, end - time.monotonic()), make)
@@ -130,6 +134,28 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
             group.lease = lease
             tell(place.store, MEMBER)
             return group
+
+
+def _find(init_method: str, rank: int, world_size: int, seconds: float) -> Any:
+    """Where the ranks meet. A rank that has no descriptors for that exceeds its soft limit to tell the others."""
+
+    def find(seconds: float) -> Any:
+        with naming_shortages("init"):
+            from symcomm.store.bootstrap import rendezvous
+
+            return rendezvous(init_method, rank, world_size, timeout=seconds)
+
+    try:
+        return find(seconds)
+    except errors.ResourceError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(errors.SymcommError, OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft + TELLING_TAKES, hard))
+            place = find(min(seconds, TELLING))
+            decline(place.store, PREFIX, place.rank, place.world_size, error)
+            Lease(place.store).release()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        raise
 
 
 def _tell_nobody(store: Any, standing: str) -> None:

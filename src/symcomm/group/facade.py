@@ -10,8 +10,9 @@ from __future__ import annotations
 import array
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 from symcomm import errors
@@ -276,8 +277,7 @@ class GroupCalls:
             tensors = _listed("all_reduce_coalesced", "tensors", tensors)
             refusal = overwrite_all("all_reduce_coalesced", "tensors", tensors)
             ours = tensors if refusal is None else [t.detach().clone() for t in tensors]
-            calls = [partial(self.all_reduce, t, op) for t in ours]
-        work = self._in_order(calls, tensors, async_op, timeout)
+        work = self._in_order((partial(self.all_reduce, t, op) for t in ours), tensors, async_op, timeout)
         if refusal is not None:
             raise refusal
         return work
@@ -313,13 +313,14 @@ class GroupCalls:
         calls = [partial(self.reduce_scatter_single, *pair, op) for pair in pairs]
         return self._in_order(calls, outputs, async_op, timeout)
 
-    def _in_order(self, calls: Sequence[Callable[..., Any]], results: Any, async_op: bool, timeout: Timeout) -> Any:
+    def _in_order(self, calls: Iterable[Callable[..., Any]], results: Any, async_op: bool, timeout: Timeout) -> Any:
         """Operations of a group run in order, and after one that fails or is refused the rest does not, so the last
         work speaks for all."""
-        if not calls:
+        calls = iter(calls)
+        if (first := next(calls, None)) is None:
             return self.barrier(async_op, timeout)
         at_once = Batch() if async_op is True else async_op
-        last = in_turn([partial(call, async_op=at_once, timeout=timeout) for call in calls])
+        last = in_turn(partial(call, async_op=at_once, timeout=timeout) for call in chain([first], calls))
         if last is not None:
             last.results = list(results)
         return last

@@ -276,13 +276,13 @@ def _pass_descriptors(
         raise errors.deadline("exchange of arenas", deadline.seconds, missing=missing) from error
 
 
-def _shortage(what: str, rank: int, error: OSError) -> errors.ResourceError:
-    text = f"{what}: rank {rank} cannot take part: {error.strerror}"
+def _shortage(what: str, rank: int | None, error: OSError) -> errors.ResourceError:
+    text = f"{what}: {'this rank' if rank is None else f'rank {rank}'} cannot take part: {error.strerror}"
     return errors.ResourceError(f"{text}; {SHORTAGES[error.errno or 0]}.")
 
 
 @contextlib.contextmanager
-def naming_shortages(what: str, rank: int) -> Iterator[None]:
+def naming_shortages(what: str, rank: int | None = None) -> Iterator[None]:
     """A ResourceError for what breaks since this process has no descriptors, or no memory."""
     try:
         yield

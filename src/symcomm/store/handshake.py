@@ -106,6 +106,11 @@ def handshake(
         return built
 
 
+def decline(store: Any, prefix: str, rank: int, size: int, error: Exception) -> None:
+    """Tell the others on ``prefix`` that this rank does not come, and why."""
+    _Attempt(store, prefix, rank, size, time.monotonic() + TELLING, TELLING, "init", [], []).give_up(error)
+
+
 def _ends_with_leader(store: Any) -> bool:
     """Whether this process may serve the store; torch's does not say."""
     root = root_of(store)

@@ -45,15 +45,17 @@ class StoreServer:
     ):
         self.port: int = sockets[0].getsockname()[1]
         self.addresses = [sock.getsockname()[0] for sock in sockets]
-        reader, writer = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(writer, False)
-        try:
-            self._native = native.StoreServer(
-                [sock.detach() for sock in sockets], token, writer, **vars(limits), token_is_optional=token_is_optional
-            )
-        except OSError as error:
-            os.close(reader)
-            raise ResourceError(f"the store's server cannot start: {error.strerror}.") from None
+        with contextlib.ExitStack() as unless_it_starts:
+            try:
+                reader, writer = os.pipe2(os.O_CLOEXEC)
+                unless_it_starts.callback(os.close, reader)
+                os.set_blocking(writer, False)
+                self._native = native.StoreServer(
+                    [s.detach() for s in sockets], token, writer, **vars(limits), token_is_optional=token_is_optional
+                )
+            except OSError as error:
+                raise ResourceError(f"the store's server cannot start: {error.strerror}.") from None
+            unless_it_starts.pop_all()
         threading.Thread(target=_log_reports, args=(reader, self.port), name="symcomm-store-log", daemon=True).start()
         _servers.add(self)
 
@@ -113,7 +115,7 @@ def start_server(
 
 
 def _ensure_descriptors(clients: int) -> None:
-    needed = clients + _SPARE_DESCRIPTORS
+    needed = _descriptors() + clients + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed <= soft or soft == resource.RLIM_INFINITY:
         return
@@ -123,6 +125,14 @@ def _ensure_descriptors(clients: int) -> None:
             f"the limit is {hard}; raise it (`ulimit -Hn`, LimitNOFILE=, or the container's nofile)."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _descriptors() -> int:
+    """How many this process has."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:  # as many as it may have
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 # --- where to listen -----------------------------------------------------------------------------------
@@ -144,6 +154,8 @@ def _sockets(
                 host,
             )
             return _listen(["::"], port)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise ResourceError(f"the store's server cannot listen: {error.strerror}; raise `ulimit -n`.") from None
         fix = "; another server has that port: choose another, or 0" if error.errno == errno.EADDRINUSE else ""
         raise StoreConnectionError(
             "The server socket has failed to listen on any local network address: TCPStore cannot listen on "
