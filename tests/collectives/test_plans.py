@@ -133,7 +133,7 @@ def test_many_ranks(name: str):
 # --- machines of several nodes -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("nodes", "width"), [(2, 2), (2, 3), (3, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize(("nodes", "width"), [(2, 2), (3, 2), (4, 2), (2, 4), (5, 2), (8, 2)])
 def test_by_node(nodes: int, width: int):
     """Chunks that fill a turn or not, one and several, in place or not, in a list or not, wherever tensors are."""
     pick, world = random.Random(nodes * width), nodes * width
@@ -142,7 +142,7 @@ def test_by_node(nodes: int, width: int):
         for count in (8, 9, 63, 64, 65, 150, 333):
             for symmetric in ("none", "all", "mixed"):
                 forms = {form: pick.random() < 0.4 for form in ("listed", "in_place")}
-                limits = on_nodes(nodes, width)
+                limits = on_nodes(nodes, width, replace(TINY, stage_bytes=8192) if nodes == 8 else TINY)
                 cases.append(
                     Case(name, world, count, pick.randrange(world), **forms, symmetric=symmetric, limits=limits)
                 )
@@ -210,6 +210,10 @@ def test_what_is_combined_by_node_and_what_is_not():
     assert collectives.all_reduce(0, 6, 1 << 20, DType.FLOAT32, RedOpType.SUM, few).name == "two-shot"
     flat = [(0, 0, 0, 0), (0, 1, 0, 1), (0, 1, 2, 3), (0, 0, 0, 1), (0, 0, -1, -1), (0, 0, 1, 1, 1)]
     assert {name(nodes) for nodes in flat} == {"two-shot"}
+    three = (0, 0, 0, 1, 1, 1)  # no subtrees of six ranks; where nothing is combined, that does not matter
+    assert name(three) == "two-shot"
+    limits = Limits(node_ranks=2).on_nodes(three)
+    assert collectives.broadcast(0, 6, 1 << 20, DType.FLOAT32, 0, limits).name == "by-node"
     assert {name((0, 0, 1, 1), dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E5M2)} == {"two-shot"}
     assert {name((0, 0, 1, 1), op=op) for op in (RedOpType.AVG, RedOpType.PREMUL_SUM)} == {"two-shot"}
 

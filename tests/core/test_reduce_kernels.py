@@ -35,7 +35,7 @@ pytestmark = pytest.mark.long
 
 UNDEFINED = [pair for pair in itertools.product(DType, RedOpType) if pair not in DEFINED]
 COUNTS = (0, 1, 3, 7, 31, 64, 1000, 4097)
-N_SOURCES = (1, 2, 3, 5, 8, 16)
+N_SOURCES = (1, 2, 3, 5, 6, 7, 8, 11, 13, 16)
 
 
 def label(value: object) -> str:

@@ -16,6 +16,7 @@ from symcomm._core import native
 from symcomm.device.copies import suggested_memory_format
 from symcomm.errors import BadArgumentError
 from symcomm.group.buffers import torch_dtypes
+from tests.support.plan_cases import tree
 
 pytestmark = pytest.mark.torch_versions
 
@@ -259,15 +260,14 @@ def test_gather_refusals():
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_reduce_add_adds_in_order(dtype, count):
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_reduce_add_adds_as_a_tree(dtype, count):
     inputs = [(torch.randn(4, 3) * 10).to(dtype) for _ in range(count)]
     result = comm.reduce_add(inputs, "cpu")
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    total = inputs[0].to(wide)
-    for x in inputs[1:]:
-        total = total + x.to(wide)
+    total = tree(torch.add, [x.to(wide) for x in inputs])
     assert torch.equal(result, total.to(dtype))
+    assert torch.equal(result, comm.reduce_add_coalesced([[x] for x in inputs], "cpu")[0])
     assert (result is inputs[0]) == (count == 1)
 
 

@@ -27,6 +27,7 @@ from symcomm.launcher.output import Output
 from symcomm.memory import numa
 from symcomm.memory.arena import Arena
 from symcomm.memory.flight import read_flight
+from tests.support.plan_cases import tree
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.without_torch
@@ -138,10 +139,7 @@ def values(rank: int) -> np.ndarray:
 
 
 def in_order(world: int) -> np.ndarray:
-    total = values(0)
-    for rank in range(1, world):
-        total = total + values(rank)
-    return total
+    return tree(np.add, [values(rank) for rank in range(world)])
 
 
 def called(rank: int, world: int, store: str, folder: str, cores: list[int]) -> dict[str, Any]:

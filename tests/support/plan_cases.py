@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -22,11 +22,16 @@ BOTH = Need.INPUT | Need.OUTPUT
 
 
 def combine(sources: Sequence[Any]) -> Any:
-    """Not commutative, so that the order of the sources shows."""
-    result = sources[0]
-    for source in sources[1:]:
-        result = result * 31 + source
-    return result
+    """As a tree, by what is neither commutative nor associative, so that the order shows and the tree's shape."""
+    return tree(lambda a, b: a * 31 ^ b + 7, sources)
+
+
+def tree(join: Callable[[Any, Any], Any], sources: Sequence[Any]) -> Any:
+    """The largest power of two of sources below their number, combined, and the others, combined."""
+    if len(sources) == 1:
+        return sources[0]
+    half = 1 << (len(sources) - 1).bit_length() - 1
+    return join(tree(join, sources[:half]), tree(join, sources[half:]))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import itertools
 import torch
 
 from symcomm.types import DType, RedOpType
+from tests.support.plan_cases import tree
 
 INTEGERS = [d for d in DType if d <= DType.INT64]
 SMALL_FLOATS = [d for d in DType if d in (DType.FLOAT16, DType.BFLOAT16) or d >= DType.FLOAT8_E4M3FN]
@@ -74,12 +75,12 @@ def expected_bools(op: RedOpType, sources: list[torch.Tensor], factor: float) ->
 
 
 def expected_floats(dtype: DType, op: RedOpType, sources: list[torch.Tensor], factor: float) -> torch.Tensor:
-    """Folded in float32 where the type is smaller, and rounded to the type once."""
+    """Combined in float32 where the type is smaller, and rounded to the type once."""
     wide = [s.to(torch.float32) for s in sources] if dtype in SMALL_FLOATS else sources
     if op == RedOpType.PREMUL_SUM:
         wide = [w * torch.tensor(factor, dtype=w.dtype) for w in wide]
     function = {RedOpType.PRODUCT: torch.mul, RedOpType.MIN: torch.minimum, RedOpType.MAX: torch.maximum}
-    total = functools.reduce(function.get(op, torch.add), wide)
+    total = tree(function.get(op, torch.add), wide)
     if op == RedOpType.AVG:
         total = total / len(wide)
     if dtype == DType.FLOAT8_E4M3FN:  # saturates: torch does since 2.13
@@ -90,7 +91,7 @@ def expected_floats(dtype: DType, op: RedOpType, sources: list[torch.Tensor], fa
 def expected_complex(dtype: DType, op: RedOpType, sources: list[torch.Tensor], factor: float) -> torch.Tensor:
     """Componentwise: torch's own sum multiplies by a complex one first, which makes NaN of infinity."""
     if op == RedOpType.PRODUCT:
-        return functools.reduce(torch.mul, sources)
+        return tree(torch.mul, sources)
     real = DType.FLOAT32 if dtype == DType.COMPLEX64 else DType.FLOAT64
     return torch.view_as_complex(expected_floats(real, op, [torch.view_as_real(s) for s in sources], factor))
 

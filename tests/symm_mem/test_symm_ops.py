@@ -18,6 +18,7 @@ from symcomm.group.meeting import layout
 from symcomm.symm_mem.install import get_elements
 from symcomm.torch_backend import symm_boxed, symm_one_sided, symm_ops, symm_reduce, symm_shuffle
 from symcomm.torch_backend.register import register
+from tests.support.plan_cases import tree
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch_versions
@@ -63,12 +64,9 @@ def mine(rank: int, shape, dtype=torch.float32) -> torch.Tensor:
 
 
 def summed(world: int, shape, dtype=torch.float32) -> torch.Tensor:
-    """In rank order; 16-bit floats are added in float32 and rounded once."""
+    """As the tree over ranks; 16-bit floats are added in float32 and rounded once."""
     wide = torch.float32 if dtype is torch.bfloat16 else dtype
-    total = values_of(0, shape, dtype).to(wide)
-    for rank in range(1, world):
-        total = total + values_of(rank, shape, dtype).to(wide)
-    return total.to(dtype)
+    return tree(torch.add, [values_of(rank, shape, dtype).to(wide) for rank in range(world)]).to(dtype)
 
 
 # --- none is forgotten ------------------------------------------------------------------------------------

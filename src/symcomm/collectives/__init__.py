@@ -3,6 +3,7 @@
     plan.py       the vocabulary: spaces, steps, plans, and how they are encoded for the C core
     limits.py     where one algorithm takes over from another
     chunks.py     cutting tensors into pieces and chunks, and turns into loops
+    tree.py       the order in which values of ranks are combined
     all_reduce.py, reduce_scatter.py, ...   one file per family, one function per algorithm
     nodes.py      machines of several NUMA nodes; by_node.py is all_reduce there, the others are with their families
     select.py     which algorithm a call gets, and the cache of plans

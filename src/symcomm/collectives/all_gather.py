@@ -56,7 +56,7 @@ def all_gather_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Grid) -
     So two slots, each for a chunk and for one of each other node.
     """
     me, nbytes = plan.rank, pieces.sizes[0]
-    chunk = lane_bytes(nbytes, limits, grid.nodes, limits.chunk_bytes)
+    chunk = lane_bytes(nbytes, limits, grid.nodes * NODE_SLOTS, limits.chunk_bytes)
     beside, column = grid.beside(me), grid.column(me)
 
     def staged(rank: int, lane: int = 0) -> At:

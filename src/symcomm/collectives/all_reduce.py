@@ -1,4 +1,4 @@
-"""all_reduce: every rank ends with the combination, in rank order, of every rank's tensor.
+"""all_reduce: every rank ends with the combination, as the tree over ranks, of every rank's tensor.
 
 one-shot   every rank reads every peer's staged tensor and combines all of it; each turn moves one chunk
 two-shot   rank k combines the k-th shard of a chunk and all collect the shards; each byte is combined once

@@ -1,14 +1,10 @@
 """all_reduce by node (nodes.py): each byte crosses from one node to the next once.
 
 staged     turn by turn, each node a chunk behind the one before it:
-           combine   rank i of a node combines slice i of a chunk: what the node before has of it, then its own ranks'
+           combine   rank i of a node combines slice i of a chunk: of its own ranks, then with what nodes before have
            fetch     when the last node has the result, rank i of each other node copies slice i of it, once
            collect   ranks take the other slices from ranks of their own node
 direct     the same straight on symmetric tensors; what a node has of a slice lies in an output meanwhile
-
-Each node continues from the previous one in rank order, so sources are combined in the order 0..W-1 as elsewhere, and
-the result has the same bits. This needs partial results that can be stored: not so 16-bit floats, whose sums are
-rounded once at the end, nor averages.
 
 With W ranks on two nodes a two-shot all_reduce moves W times the tensor between them, this twice.
 """
@@ -17,16 +13,16 @@ from __future__ import annotations
 
 from symcomm.collectives.chunks import Simple, Sizes, copy, finish, fixed, later, pipeline, shard, up
 from symcomm.collectives.limits import LINE, Limits
-from symcomm.collectives.nodes import NODE_SLOTS, Grid, chunk_in, wait_for
-from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Reduce, Signal, Space, Step, Wait
+from symcomm.collectives.nodes import NODE_SLOTS, Grid, chunk_in, combine_by_node, wait_for
+from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Signal, Space, Step, Wait
 
 IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
 
 
 def by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> None:
-    """A slot of the staging area has room for a chunk and two slices: what is combined, and what is fetched."""
-    room = limits.stage_bytes // NODE_SLOTS * grid.width // (grid.width + 2)
-    chunk = chunk_in(room, nbytes, limits, grid.width, (grid.width + 2) * NODE_SLOTS)
+    """The staging area has slots for chunks, for slices that are combined, and for slices that are fetched."""
+    slices = (grid.width + 1) * NODE_SLOTS + grid.slots
+    chunk = chunk_in(limits.stage_bytes * grid.width // slices, nbytes, limits, grid.width, slices)
     rank = _Staged(plan.rank, grid, chunk)
     if rank.node == 0:
         plan.head = list(fixed(rank.put(min(nbytes, chunk)), 0))
@@ -40,7 +36,8 @@ class _Staged:
     """What one rank does in a turn.
 
     Turn i of node g: combine chunk i-g, stage the next, signal, wait for all; then collect and fetch.
-    What is staged or combined in a turn is read in the next, and both end with a wait for all: two slots each.
+    What is staged in a turn is read in the next, and both end with a wait for all: two slots. What is combined may be
+    read some turns later, see Grid.slots.
     What is fetched after the wait of one turn is read after the wait of the next: two slots.
     """
 
@@ -54,10 +51,10 @@ class _Staged:
         return At(STAGE, rank, start, self.chunk, NODE_SLOTS)
 
     def combined(self, rank: int) -> At:
-        return At(STAGE, rank, NODE_SLOTS * self.chunk, self.slice, NODE_SLOTS)
+        return At(STAGE, rank, NODE_SLOTS * (self.chunk + self.slice), self.slice, self.grid.slots)
 
     def fetched(self, rank: int) -> At:
-        return At(STAGE, rank, NODE_SLOTS * (self.chunk + self.slice), self.slice, NODE_SLOTS)
+        return At(STAGE, rank, NODE_SLOTS * self.chunk, self.slice, NODE_SLOTS)
 
     def put(self, size: int) -> list[Simple]:
         """All but my own slice."""
@@ -68,11 +65,12 @@ class _Staged:
 
     def combine(self, size: int) -> list[Simple]:
         start, length = shard(size, self.grid.width, self.place)
-        so_far = (self.combined(self.me - self.grid.width),) if self.node else ()
+        before = [self.combined(rank) for rank in self.grid.before(self.me)]
         here = sorted([self.me, *self.grid.beside(self.me)])
         own = tuple(At(IN, 0, start, self.chunk) if r == self.me else self.staged(r, start) for r in here)
         outs = (At(OUT, 0, start, self.chunk),) if self.node == self.last else ()
-        return [Reduce((*outs, self.combined(self.me)), so_far + own, length)] if length else []
+        mine = self.combined(self.me)
+        return [*combine_by_node((*outs, mine), mine, own, before, length)] if length else []
 
     def fetch(self, size: int) -> list[Simple]:
         start, length = shard(size, self.grid.width, self.place)
@@ -111,9 +109,10 @@ def direct_by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> tuple
 
     def combine(size: int) -> list[Simple]:
         start, length = shard(size, grid.width, place)
-        so_far = (At(PEER_OUT, me - grid.width, start, chunk),) if node else ()
+        before = [At(PEER_OUT, rank, start, chunk) for rank in grid.before(me)]
         own = tuple(At(PEER_IN, rank, start, chunk) for rank in sorted([me, *grid.beside(me)]))
-        return [Reduce(outputs(start)[: None if node == last else 1], so_far + own, length)] if length else []
+        outs = outputs(start)
+        return [*combine_by_node(outs if node == last else outs[:1], outs[0], own, before, length)] if length else []
 
     def fetch(size: int) -> list[Simple]:
         start, length = shard(size, grid.width, place)

@@ -4,6 +4,10 @@ share.
 A node's cores share the link to other nodes. So in algorithms by node each byte crosses it once, to the one rank of a
 node that has the *place* for it; the others take it from there.
 
+Sources are combined as the same tree as elsewhere: the ranks of a node, a power of two of them, are a subtree, and so
+are aligned powers of two of nodes, whose result the last of them has. This needs partial results that can be stored:
+not so 16-bit floats, whose sums are rounded once at the end, nor averages.
+
 Vocabulary
     place     the number of a rank in its node
     slice     the part of a chunk that the ranks of one place handle
@@ -17,7 +21,7 @@ from dataclasses import dataclass
 
 from symcomm.collectives.chunks import too_small, up
 from symcomm.collectives.limits import LINE, Limits
-from symcomm.collectives.plan import FIRST_SIGNAL, Wait
+from symcomm.collectives.plan import FIRST_SIGNAL, At, Reduce, Wait
 from symcomm.types import DType, RedOpType
 
 NODE_SLOTS = 2
@@ -51,16 +55,34 @@ class Grid:
         """The ranks of its place in the other nodes, from the next node round to the one before."""
         return [(rank + k * self.width) % (self.nodes * self.width) for k in range(1, self.nodes)]
 
+    def before(self, rank: int) -> list[int]:
+        """Whose partial results this rank adds its node's to, one after the other: the ranks of its place in the last
+        nodes of the subtrees that its own node completes. The last node completes all."""
+        node, place = self.of(rank)
+        found, left = [], node  # `left`: how many nodes are to the left of what is combined
+        while left and (left & (node + 1 - left) or node == self.nodes - 1):
+            found.append((left - 1) * self.width + place)
+            left &= left - 1
+        return found
 
-def grid_of(nodes: Sequence[int], least: int) -> Grid | None:
+    @property
+    def slots(self) -> int:
+        """Of partial results: one more than the turns after which a node further down the line still reads them."""
+        late = [rank - peer for rank in range(0, self.nodes * self.width, self.width) for peer in self.before(rank)]
+        return NODE_SLOTS - 1 + max(late) // self.width
+
+
+def grid_of(nodes: Sequence[int], least: int, subtrees: bool) -> Grid | None:
     """The ranks by node (``nodes[r]``: rank r's), of ``least`` ranks or more each. None unless ranks of a node are
-    consecutive, and nodes have equally many."""
+    consecutive, and nodes have equally many. ``subtrees``: nor unless these are a power of two, and so a subtree."""
     count = len(set(nodes))
     if count < 2 or min(nodes) < 0 or len(nodes) % count:
         return None
     width = len(nodes) // count
     blocks = [set(nodes[start : start + width]) for start in range(0, len(nodes), width)]
-    return Grid(count, width) if width >= max(least, 2) and all(len(block) == 1 for block in blocks) else None
+    if width < max(least, 2) or (subtrees and width & (width - 1)):
+        return None
+    return Grid(count, width) if all(len(block) == 1 for block in blocks) else None
 
 
 def chunk_in(room: int, nbytes: int, limits: Limits, width: int, lines: int) -> int:
@@ -73,11 +95,11 @@ def chunk_in(room: int, nbytes: int, limits: Limits, width: int, lines: int) -> 
     return up(-(-nbytes // -(-nbytes // most)), least)
 
 
-def lane_bytes(nbytes: int, limits: Limits, lanes: int, most: int) -> int:
-    """Bytes of a chunk of at most ``most``, ``lanes`` of which a slot has room for."""
-    room = limits.stage_bytes // NODE_SLOTS // lanes // LINE * LINE
+def lane_bytes(nbytes: int, limits: Limits, chunks: int, most: int) -> int:
+    """Bytes of a chunk of at most ``most``, ``chunks`` of which a staging area has room for."""
+    room = limits.stage_bytes // chunks // LINE * LINE
     if not room:
-        raise too_small(limits.stage_bytes, NODE_SLOTS * lanes * LINE)
+        raise too_small(limits.stage_bytes, chunks * LINE)
     most = max(min(most, room) // LINE, 1) * LINE
     return up(-(-nbytes // -(-nbytes // most)), LINE)
 
@@ -85,3 +107,13 @@ def lane_bytes(nbytes: int, limits: Limits, lanes: int, most: int) -> int:
 def wait_for(ranks: Sequence[int]) -> list[Wait]:
     """Wait until each of them has signalled this turn."""
     return [Wait(rank, FIRST_SIGNAL, 1) for rank in ranks]
+
+
+def combine_by_node(
+    targets: tuple[At, ...], partial: At, own: tuple[At, ...], before: Sequence[At], nbytes: int
+) -> list[Reduce]:
+    """A node's own sources, and what is to the left of them in the tree, from right to left. ``partial``: where this
+    rank keeps what it has so far."""
+    sources = [own, *((left, partial) for left in before)]
+    places = [*[(partial,)] * len(before), targets]
+    return [Reduce(dst, src, nbytes) for dst, src in zip(places, sources, strict=True)]

@@ -93,7 +93,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Combine ``src`` in the order given (always rank order) into every place of ``dst``."""
+    """Combine ``src``, in the order given (always rank order), as a tree (``TREE``) into every place of ``dst``."""
 
     dst: tuple[At, ...]
     src: tuple[At, ...]

@@ -1,4 +1,4 @@
-"""reduce: the root ends with the combination, in rank order, of every rank's tensor.
+"""reduce: the root ends with the combination, as the tree over ranks, of every rank's tensor.
 
 one-shot   the root reads every peer's staged tensor and combines all of it
 two-shot   rank k combines the k-th shard of each chunk, the root collects the shards

@@ -1,8 +1,8 @@
-"""reduce_scatter: rank k ends with the combination, in rank order, of every rank's k-th piece.
+"""reduce_scatter: rank k ends with the combination, as the tree over ranks, of every rank's k-th piece.
 
 streamed   every rank stages its pieces for the others, chunk by chunk, and combines the chunks meant for it
-by-node    (nodes.py) a rank combines what its own node's ranks have for the ranks of its place, going on from what the
-           rank of its place in the node before has; at last each rank fetches its piece from the last node
+by-node    (nodes.py) a rank combines what its own node's ranks have for the ranks of its place, then that with what
+           ranks of its place in nodes before have; at last each rank fetches its piece from the last node
 direct     rank k combines the k-th piece of all symmetric inputs into its own output; by node, as above
 
 The output may be the rank's own piece of its input: nobody else reads that piece, and it is read as it is written.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, fixed, later, pipeline, ring, stage, stream
 from symcomm.collectives.limits import Limits
-from symcomm.collectives.nodes import NODE_SLOTS, Grid, lane_bytes, wait_for
+from symcomm.collectives.nodes import NODE_SLOTS, Grid, combine_by_node, lane_bytes, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Reduce, Signal, Space, Step
 
 IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
@@ -54,7 +54,7 @@ class _ByNode:
 
     Turn i of node g: combine chunk i-g of the pieces of my column, stage the next chunk, signal, wait for my column
     and, while they stage for me, for ``stagers``; then fetch a chunk of my own piece from the last node. What a turn
-    combines is read before the next signal but one. So two slots, as for staged chunks.
+    stages is read before the next signal but one. So two slots; for what it combines see Grid.slots.
     """
 
     me: int
@@ -66,7 +66,8 @@ class _ByNode:
     stagers: list[int]
 
     def combined(self, rank: int, node: int) -> At:
-        return At(STAGE, rank, (self.lane + node) * NODE_SLOTS * self.chunk, self.chunk, NODE_SLOTS)
+        slots = self.grid.slots
+        return At(STAGE, rank, (self.lane * NODE_SLOTS + node * slots) * self.chunk, self.chunk, slots)
 
     def combine(self, size: int) -> list[Simple]:
         if not size:
@@ -75,11 +76,12 @@ class _ByNode:
         here = sorted([self.me, *self.grid.beside(self.me)])
         steps: list[Simple] = []
         for other in range(self.grid.nodes):
-            so_far = (self.combined(self.me - self.grid.width, other),) if node else ()
+            before = [self.combined(rank, other) for rank in self.grid.before(self.me)]
             is_mine = node == other == self.grid.nodes - 1
-            target = At(OUT, 0, 0, self.chunk) if is_mine else self.combined(self.me, other)
-            piece = other * self.grid.width + place
-            steps.append(Reduce((target,), (*so_far, *(self.read(rank, piece) for rank in here)), size))
+            partial = self.combined(self.me, other)
+            target = At(OUT, 0, 0, self.chunk) if is_mine else partial
+            own = tuple(self.read(rank, other * self.grid.width + place) for rank in here)
+            steps += combine_by_node((target,), partial, own, before, size)
         return steps
 
     def fetch(self, size: int) -> list[Simple]:
@@ -106,7 +108,7 @@ class _ByNode:
 def reduce_scatter_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Grid) -> None:
     """All pieces have one size."""
     me, world, nbytes = plan.rank, plan.world, pieces.sizes[0]
-    chunk = lane_bytes(nbytes, limits, world + grid.nodes, limits.chunk_bytes // grid.width)
+    chunk = lane_bytes(nbytes, limits, world * NODE_SLOTS + grid.nodes * grid.slots, limits.chunk_bytes // grid.width)
     place = grid.of(me)[1]
 
     def of_input(piece: int) -> At:
@@ -132,7 +134,7 @@ def direct_reduce_scatter_by_node(
 ) -> tuple[list[Step], list[Need]]:
     """A rank alone reads those of its pieces that belong to its own place, so its output may be one of them."""
     me, nbytes = plan.rank, pieces.sizes[0]
-    chunk = lane_bytes(nbytes, limits, grid.nodes, limits.chunk_bytes // grid.width)
+    chunk = lane_bytes(nbytes, limits, grid.nodes * grid.slots, limits.chunk_bytes // grid.width)
 
     def read(rank: int, piece: int) -> At:
         return At(PEER_IN, rank, pieces.starts[piece], chunk)

@@ -178,10 +178,10 @@ def _is_one_shot(plan: Plan, nbytes: int, limits: Limits, field: str) -> bool:
     return small
 
 
-def _nodes(plan: Plan, nbytes: int, limits: Limits, field: str = "node_bytes") -> Grid | None:
-    """The ranks by node, if a call of that size should go by node."""
+def _nodes(plan: Plan, nbytes: int, limits: Limits, field: str = "node_bytes", subtrees: bool = False) -> Grid | None:
+    """The ranks by node, if a call of that size should go by node. ``subtrees``: because it combines."""
     least = getattr(limits, field)
-    grid = grid_of(limits.nodes, limits.node_ranks) if nbytes >= least else None
+    grid = grid_of(limits.nodes, limits.node_ranks, subtrees) if nbytes >= least else None
     if grid is not None:
         plan.why = f"{nbytes} bytes >= {field} {least}, {grid.nodes} nodes of {grid.width} ranks"
     return grid
@@ -197,7 +197,7 @@ def all_reduce(rank: int, world: int, count: int, dtype: int, redop: int, limits
     nbytes = count * ITEMSIZE[dtype]
     if world == 1:
         return _alone(plan, nbytes, combine=True)
-    if can_go_on(dtype, redop) and (grid := _nodes(plan, nbytes, limits)) is not None:
+    if can_go_on(dtype, redop) and (grid := _nodes(plan, nbytes, limits, subtrees=True)) is not None:
         by_node(plan, nbytes, limits, grid)
         _offer_direct(plan, nbytes, limits, direct_by_node, nbytes, limits, grid)
         return plan
@@ -237,7 +237,7 @@ def reduce_scatter(
     if world == 1:
         return _alone(plan, sum(pieces.sizes), combine=True)
     foldable = len(set(counts)) == 1 and can_go_on(dtype, redop)
-    if foldable and (grid := _nodes(plan, sum(pieces.sizes), limits, "node_scatter_bytes")) is not None:
+    if foldable and (grid := _nodes(plan, sum(pieces.sizes), limits, "node_scatter_bytes", True)) is not None:
         reduce_scatter_by_node(plan, pieces, limits, grid)
         if not listed or _are_even(plan, pieces.sizes):
             _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter_by_node, pieces, limits, grid)

@@ -1,10 +1,10 @@
-"""Combining what several ranks have, on a GPU: one kernel reads all sources in rank order and writes all targets.
+"""Combining what several ranks have, on a GPU: one kernel reads all sources and writes all targets.
 
 The kernels are CUDA C, compiled on first use by NVRTC, which comes with torch's CUDA builds, and started by the driver.
 On an H200 a launch through Triton took 12 to 18 us of the host's time, and ours with the copy, the write and the wait
 before it 10 us together. What they do not know (complex numbers, 8-bit
-floats), and builds without NVRTC, goes through torch's own operations. Both give the bits of the CPU's core: sources
-in rank order, 16-bit floats in float32 and rounded once, integers wrapped around, AVG divided at the end.
+floats), and builds without NVRTC, goes through torch's own operations. Both give the bits of the CPU's core: the tree
+over ranks, 16-bit floats in float32 and rounded once, integers wrapped around, AVG divided at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from symcomm import errors
+from symcomm.collectives import tree
 from symcomm.cuda.driver import driver
 from symcomm.cuda.pool import RawMemory
 from symcomm.cuda.single_kernel_source import SINGLE_KERNEL
@@ -68,6 +69,7 @@ union Pack {{ uint4 whole; T item[{per_pack}]; }};
 __device__ A widened(T x) {{ return {widen}; }}
 __device__ A joined(A a, A b) {{ return {join}; }}
 __device__ T finished(A a) {{ return {finish}; }}
+template <class Term> __device__ A tree(const Term &term) {{ return {tree}; }} /* term(s): what source s brings */
 """
 
 _KERNEL = """
@@ -82,19 +84,13 @@ extern "C" __global__ void combine(const Places p, const unsigned long long n, c
 #pragma unroll
         for (int s = 0; s < {sources}; s++) in[s].whole = ((const uint4 *)p.src[s])[i];
 #pragma unroll
-        for (int k = 0; k < {per_pack}; k++) {{
-            A a = widened(in[0].item[k]);
-#pragma unroll
-            for (int s = 1; s < {sources}; s++) a = joined(a, widened(in[s].item[k]));
-            out.item[k] = finished(a);
-        }}
+        for (int k = 0; k < {per_pack}; k++)
+            out.item[k] = finished(tree([&](int s) {{ return widened(in[s].item[k]); }}));
 #pragma unroll
         for (int d = 0; d < {targets}; d++) ((uint4 *)p.dst[d])[i] = out.whole;
     }}
     for (unsigned long long i = packs * {per_pack} + first; i < n; i += stride) {{
-        A a = widened(p.src[0][i]);
-        for (int s = 1; s < {sources}; s++) a = joined(a, widened(p.src[s][i]));
-        const T result = finished(a);
+        const T result = finished(tree([&](int s) {{ return widened(p.src[s][i]); }}));
         for (int d = 0; d < {targets}; d++) p.dst[d][i] = result;
     }}
 }}
@@ -140,7 +136,8 @@ def _filled(text: str, dtype: DType, redop: RedOpType, sources: int, **more: int
     parts = _words(dtype, redop, sources) if dtype in _C_TYPES else None
     if parts is None:
         return None
-    return text.format(sources=sources, per_pack=PACK // ITEMSIZE[dtype], **parts, **more)
+    terms = tree.combine("joined({}, {})".format, [f"term({s})" for s in range(sources)])
+    return text.format(sources=sources, per_pack=PACK // ITEMSIZE[dtype], tree=terms, **parts, **more)
 
 
 def _words(dtype: DType, redop: RedOpType, sources: int) -> dict[str, str] | None:
@@ -332,7 +329,7 @@ def _total(redop: RedOpType, parts: Sequence[Any], kind: Any) -> Any:
     if kind is torch.bool:
         some = redop in (RedOpType.SUM, RedOpType.MAX, RedOpType.BOR, RedOpType.AVG)
         join: Any = torch.logical_or if some else torch.logical_xor if redop is RedOpType.BXOR else torch.logical_and
-        return functools.reduce(join, parts)
+        return tree.combine(join, parts)
     joins = {
         RedOpType.SUM: torch.add, RedOpType.AVG: torch.add, RedOpType.PRODUCT: torch.mul,
         RedOpType.MIN: torch.minimum, RedOpType.MAX: torch.maximum, RedOpType.BAND: torch.bitwise_and,
@@ -347,7 +344,7 @@ def _total(redop: RedOpType, parts: Sequence[Any], kind: Any) -> Any:
         flip = -(1 << (8 * kind.itemsize - 1))  # unsigned numbers as signed ones: this bit flipped keeps their order
     wide = torch.float32 if kind.is_floating_point and kind.itemsize <= 2 else parts[0].dtype
     terms = [part.to(wide) ^ flip if flip else part.to(wide) for part in parts]
-    total = functools.reduce(joins[redop], terms)
+    total = tree.combine(joins[redop], terms)
     if redop is RedOpType.AVG:
         total = total / len(parts) if wide.is_floating_point or wide.is_complex else _divided(total, kind, len(parts))
     return (total ^ flip if flip else total).to(parts[0].dtype)

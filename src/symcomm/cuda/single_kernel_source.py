@@ -67,23 +67,15 @@ __device__ bool is_stopped(const Turn &t) {{
 __device__ Pack combined(const Pack *in) {{
     Pack out;
 #pragma unroll
-    for (int k = 0; k < {per_pack}; k++) {{
-        A a = widened(in[0].item[k]);
-#pragma unroll
-        for (int s = 1; s < {sources}; s++) a = joined(a, widened(in[s].item[k]));
-        out.item[k] = finished(a);
-    }}
+    for (int k = 0; k < {per_pack}; k++)
+        out.item[k] = finished(tree([&](int s) {{ return widened(in[s].item[k]); }}));
     return out;
 }}
 __device__ T combined_at(const Turn &t, u64 at) {{
-    A a = widened(t.half[0][at]);
-    for (int s = 1; s < {sources}; s++) a = joined(a, widened(t.half[s][at]));
-    return finished(a);
+    return finished(tree([&](int s) {{ return widened(t.half[s][at]); }}));
 }}
 __device__ T combined_with(const Turn &t, u64 at, T own) {{
-    A a = widened(t.rank == 0 ? own : t.half[0][at]);
-    for (int s = 1; s < {sources}; s++) a = joined(a, widened(s == t.rank ? own : t.half[s][at]));
-    return finished(a);
+    return finished(tree([&](int s) {{ return widened(s == t.rank ? own : t.half[s][at]); }}));
 }}
 __device__ uint4 pack_at(const T *from, u64 at, u64 aligned) {{
     if (aligned) return ((const uint4 *)from)[at];

@@ -5,7 +5,7 @@ file               what it holds
 =================  ====================================================================
 devices.py         converts what callers write (0, "cuda:1", "cpu", -1) to torch.device
 copies.py          broadcast, scatter, gather: plain copies, differentiable as they are
-sums.py            reduce_add: adds one tensor from each device, in the order given
+sums.py            reduce_add: adds one tensor from each device, as a tree
 coalesce.py        broadcast and reduce_add of many tensors, packed where they cross devices
 packing.py         many tensors <-> one flat buffer
 nccl.py            the part NCCL takes over between different GPUs

@@ -1,4 +1,4 @@
-"""reduce_add: the sum of one tensor from each device, in the order given, whatever the destination.
+"""reduce_add: the sum of one tensor from each device, as the tree over them, whatever the destination.
 
 Formats of 16 bits and less are added in float32 and rounded once, as everywhere in Symcomm.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from symcomm import errors
+from symcomm.collectives import tree
 from symcomm.device import nccl
 from symcomm.device.copies import waits
 from symcomm.device.devices import as_destination, as_tensors, check_has_data
@@ -59,7 +60,4 @@ def add_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tenso
     dtype = here[0].dtype
     if len(here) > 1 and dtype in NARROW:
         here = [t.float() for t in here]
-    total = here[0]
-    for i, tensor in enumerate(here[1:]):
-        total = total + tensor if i == 0 else total.add_(tensor)
-    return total.to(dtype)
+    return tree.combine(torch.add, here).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,3 +44,11 @@ def network_advice(infos: Sequence[dict[str, Any]]) -> str:
             "with --ipc=host and SYMCOMM_SHARE=named on all ranks"
         )
     return "let the network between the hosts through, or set SYMCOMM_ADDRESS to the interface that the others reach"
+
+
+def wants_wide_sums() -> bool:
+    """SYMCOMM_WIDE_SUMS: whether sums of small floats cross between hosts in float32, in which they are added."""
+    value = os.environ.get("SYMCOMM_WIDE_SUMS", "")
+    if value not in ("", "0", "1"):
+        raise errors.bad_argument("groups across hosts", "SYMCOMM_WIDE_SUMS", value, "0 or 1")
+    return value == "1"

@@ -27,7 +27,7 @@ def barrier(op: Operation) -> None:
 
 def all_reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels) -> None:
     """Every host's leader combines the results of all hosts."""
-    _combine(op, source, target, count, dtype, levels, range(len(op.layout.hosts)))
+    _combine(op, source, target, count, levels, range(len(op.layout.hosts)))
     op.local(collectives.broadcast, [target], [target], count, dtype, LEADER)
 
 
@@ -36,27 +36,27 @@ def reduce(op: Operation, source: int, target: int, count: int, dtype: DType, le
     layout, nbytes = op.layout, count * dtype.itemsize
     home = layout.host_of[root]
     result = target if layout.rank == root else op.borrow(nbytes)
-    _combine(op, source, result, count, dtype, levels, [home])
+    _combine(op, source, result, count, levels, [home])
     if layout.host == home:
         _pass(op, LEADER, layout.local_of[root], result, target, nbytes)
     else:
         op.release()
 
 
-def _combine(
-    op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, hosts: Sequence[int]
-) -> None:
+def _combine(op: Operation, source: int, target: int, count: int, levels: Levels, hosts: Sequence[int]) -> None:
     """Into ``target`` of the leaders of ``hosts``."""
-    layout, nbytes = op.layout, count * dtype.itemsize
+    layout, kept = op.layout, levels.kept
+    nbytes = count * kept.itemsize
     own = op.borrow(nbytes)  # the target must not change before all have arrived
-    op.arrive(collectives.reduce, [source], [own] if layout.is_leader else [], count, dtype, levels.inner, LEADER)
+    mine, outs = levels.begin(op, source, count), [own] if layout.is_leader else []
+    op.arrive(collectives.reduce, [mine], outs, count, kept, levels.inner, LEADER)
     if not layout.is_leader:
         return
     due = dict.fromkeys(layout.others, nbytes) if layout.host in hosts else {}
     received = op.exchange_arrivals({h: _read(own, nbytes) for h in hosts if h != layout.host}, due)
     if layout.host in hosts:
         order = [own if h == layout.host else _address_of(received[h]) for h in range(len(layout.hosts))]
-        levels.combine(op, target, order, count, dtype)
+        levels.combine(op, target, order, count)
 
 
 def broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) -> None:
@@ -95,17 +95,18 @@ def reduce_scatter(
     op: Operation, sources: Sequence[int], target: int, counts: Sequence[int], dtype: DType, levels: Levels
 ) -> None:
     """A host's leader combines what all hosts have for its ranks."""
-    layout, sizes = op.layout, [n * dtype.itemsize for n in counts]
-    here, own = tuple(sizes[r] for r in layout.here), op.borrow(sum(sizes))
-    whole, starts = _pack(op, sources, sizes), _addresses(own, sizes)
-    op.arrive(collectives.reduce, [whole], [own] if layout.is_leader else [], sum(counts), dtype, levels.inner, LEADER)
+    layout, kept, sizes = op.layout, levels.kept, [n * levels.kept.itemsize for n in counts]
+    here, own = tuple(counts[r] * dtype.itemsize for r in layout.here), op.borrow(sum(sizes))
+    whole, starts = _pack(op, sources, [n * dtype.itemsize for n in counts]), _addresses(own, sizes)
+    whole, outs = levels.begin(op, whole, sum(counts)), [own] if layout.is_leader else []
+    op.arrive(collectives.reduce, [whole], outs, sum(counts), kept, levels.inner, LEADER)
     pieces: list[int] = []
     if layout.is_leader:
         parts = [b"".join(_view(starts[r], sizes[r]) for r in ranks) for ranks in layout.hosts]
         result = bytearray(parts[layout.host])
         received = op.exchange_arrivals({h: parts[h] for h in layout.others}, dict.fromkeys(layout.others, len(result)))
         order = [_address_of(result if h == layout.host else received[h]) for h in range(len(layout.hosts))]
-        levels.combine(op, _address_of(result), order, sum(counts[r] for r in layout.here), dtype)
+        levels.combine(op, _address_of(result), order, sum(counts[r] for r in layout.here))
         pieces = _addresses(_address_of(result), here)
     op.local(collectives.scatter, pieces, [target], here, DType.UINT8, LEADER)
 

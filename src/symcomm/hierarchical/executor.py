@@ -182,21 +182,23 @@ class HierarchicalExecutor(HostExecutor):
 
 def _all_reduce(layout: Layout, r: Request) -> Body:
     [source], [out], levels = r.inputs, r.outputs, Levels.of(r.redop, r.dtype, layout)
-    act = eager.all_reduce if layout.fits_eager(out.nbytes, is_whole=True) else pipelined.all_reduce
+    is_eager = layout.fits_eager(r.sizes * levels.kept.itemsize, is_whole=True)
+    act = eager.all_reduce if is_eager else pipelined.all_reduce
     return lambda o: act(o, source.address, out.address, r.sizes, r.dtype, levels)
 
 
 def _reduce(layout: Layout, r: Request) -> Body:
     [source], levels = r.inputs, Levels.of(r.redop, r.dtype, layout)
     target = r.outputs[0].address if r.outputs else source.address
-    act = eager.reduce if layout.fits_eager(source.nbytes, is_whole=True) else pipelined.reduce
+    is_eager = layout.fits_eager(r.sizes * levels.kept.itemsize, is_whole=True)
+    act = eager.reduce if is_eager else pipelined.reduce
     return lambda o: act(o, source.address, target, r.sizes, r.dtype, levels, r.root)
 
 
 def _reduce_scatter(layout: Layout, r: Request) -> Body:
     [out], levels = r.outputs, Levels.of(r.redop, r.dtype, layout)
     addresses = addresses_of(r.inputs, r.sizes, r.op.listed)
-    is_eager = layout.fits_eager(layout.largest_host_total(r.sizes) * r.dtype.itemsize)
+    is_eager = layout.fits_eager(layout.largest_host_total(r.sizes) * levels.kept.itemsize)
     act = eager.reduce_scatter if is_eager else pipelined.reduce_scatter
     return lambda o: act(o, addresses, out.address, r.sizes, r.dtype, levels)
 

@@ -27,6 +27,7 @@ from symcomm.hierarchical.discovery import (
     agree_on_engine,
     check_addresses,
     network_advice,
+    wants_wide_sums,
 )
 from symcomm.hierarchical.engines.base import (
     Engine,
@@ -186,7 +187,8 @@ class HierarchicalGroup(ProcessGroup):
                 info = {
                     "control": remote, "loopback": here.port, "has_token": self.control.has_token, "pid": os.getpid(),
                     "host": socket.gethostname(), "machine": [boot_id(), network()], "wanted": wanted,
-                    "engines": [] if wanted else available_engines(), "key": key, **host.item,
+                    "engines": [] if wanted else available_engines(), "key": key, "wide_sums": wants_wide_sums(),
+                    **host.item,
                 }  # fmt: skip
                 self.peer_info = [json.loads(item) for item in met.exchange(json.dumps(info).encode())]
                 across = any(c["machine"] != self.peer_info[0]["machine"] for c in self.peer_info)
@@ -231,6 +233,7 @@ class HierarchicalGroup(ProcessGroup):
         context = EngineContext(self.rank, self.size, self._endpoints[self.rank].address, check)
         self.engine = engine_class(self.engine_name)(context)
         self.layout.eager_host_max = self.engine.eager_host_max
+        self.layout.wide_sums = self.peer_info[0]["wide_sums"]  # all ranks do as the first one says
         endpoints = [json.loads(item) for item in exchange(json.dumps(self.engine.endpoint).encode())]
         try:
             self.engine.connect(endpoints, self.timeout)

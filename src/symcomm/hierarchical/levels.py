@@ -5,33 +5,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from symcomm._core import native
 from symcomm.hierarchical.operation import Operation
 from symcomm.hierarchical.topology import Layout
 from symcomm.types import DType, RedOpType
 
-FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128}
+LARGE = {DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128}
+ADDED_IN_FLOAT32 = {DType.FLOAT16, DType.BFLOAT16, *(d for d in DType if d >= DType.FLOAT8_E4M3FN)}
+ROUNDING = {RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM, RedOpType.PRODUCT}
 
 
 class Levels(NamedTuple):
-    """An operation as one on each host, one between hosts, and a division at the end (1: none)."""
+    """An operation as one on each host and one between hosts, by which AVG divides (1: by the number of hosts), and in
+    which type what hosts have is kept."""
 
     inner: RedOpType
     outer: RedOpType
-    divide: int = 1
+    divide: int
+    dtype: DType
+    kept: DType
 
     @classmethod
     def of(cls, redop: RedOpType, dtype: DType, layout: Layout) -> Levels:
+        is_wide = layout.wide_sums and dtype in ADDED_IN_FLOAT32 and redop in ROUNDING
+        kept = DType.FLOAT32 if is_wide else dtype
         if redop is RedOpType.PREMUL_SUM:  # inputs are multiplied already
-            return cls(RedOpType.SUM, RedOpType.SUM)
+            return cls(RedOpType.SUM, RedOpType.SUM, 1, dtype, kept)
         if redop is not RedOpType.AVG:
-            return cls(redop, redop)
-        if layout.is_even and dtype in FLOATS:  # averages of averages: no sum that could overflow a small type
-            return cls(RedOpType.AVG, RedOpType.AVG)
-        return cls(RedOpType.SUM, RedOpType.SUM, layout.size)
+            return cls(redop, redop, 1, dtype, kept)
+        if layout.is_even and kept in (DType.FLOAT16, DType.BFLOAT16):  # no sum that could overflow a small type
+            return cls(RedOpType.AVG, RedOpType.AVG, 1, dtype, kept)
+        return cls(RedOpType.SUM, RedOpType.AVG, layout.size, dtype, kept)
 
-    def combine(self, op: Operation, target: int, sources: Sequence[int], count: int, dtype: DType) -> None:
-        """The hosts' results, in the order of hosts, into ``target``."""
-        op.combine(target, sources, count, dtype, self.outer)
-        if self.divide > 1 and count:  # the average of a sum and of as many zeros as there are other ranks
-            zeros = op.zeros(count * dtype.itemsize)
-            op.combine(target, [target] + [zeros] * (self.divide - 1), count, dtype, RedOpType.AVG)
+    def begin(self, op: Operation, source: int, count: int) -> int:
+        """Address of the values at ``source`` in the type in which they are kept."""
+        if self.kept is self.dtype:
+            return source
+        wide = op.borrow(count * self.kept.itemsize)
+        native.widen(self.dtype, wide, source, count)
+        return wide
+
+    def room(self, op: Operation, kept: int, count: int) -> int:
+        """Where the result of what is kept there may go."""
+        return kept if self.kept is self.dtype else op.borrow(count * self.dtype.itemsize)
+
+    def done(self, op: Operation, *borrowed: tuple[int, int]) -> None:
+        """Give (what ``begin`` or ``room`` returned, what it was given) back."""
+        for address, given in borrowed:
+            if address != given:
+                op.give_back(address)
+
+    def combine(self, op: Operation, target: int, sources: Sequence[int], count: int) -> None:
+        """What the hosts have, in the order of hosts, into ``target``, which may be one of them if types are one."""
+        if not count:
+            return
+        if self.kept is self.dtype:
+            native.reduce(self.dtype, self.outer, target, list(sources), count, float(self.divide))
+            return
+        total = op.borrow(count * self.kept.itemsize)
+        native.reduce(self.kept, self.outer, total, list(sources), count, float(self.divide))
+        native.narrow(self.dtype, target, total, count)
+        op.give_back(total)

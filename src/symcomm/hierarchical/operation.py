@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from itertools import islice
 from typing import Any, NamedTuple
 
-from symcomm._core import native
 from symcomm.collectives.plan import Collective, Plan
 from symcomm.collectives.select import HASHED, sizes_of_hash
 from symcomm.group.failure import Status, call_words
@@ -222,11 +221,6 @@ class Operation:
             self._failures.await_verdict()
         raise OperationStopped
 
-    def combine(self, target: int, sources: Sequence[int], count: int, dtype: int, redop: int) -> None:
-        """Memory at ``sources``, in that order, into ``target``, which may be one of them."""
-        if count:
-            native.reduce(dtype, redop, target, list(sources), count, 0.0)
-
     # --- between hosts ----------------------------------------------------------------------------------------
 
     def expect(self, receives: Pieces) -> Expected | None:
@@ -255,10 +249,6 @@ class Operation:
         piece = self._scratch.take(nbytes)
         self._borrowed.append(piece)
         return piece.address
-
-    def zeros(self, nbytes: int) -> int:
-        """Address of so many bytes of zeros, which nobody writes."""
-        return self._scratch.zeros(nbytes)
 
     def give_back(self, address: int) -> None:
         piece = next(p for p in self._borrowed if p.address == address)

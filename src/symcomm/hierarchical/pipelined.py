@@ -10,7 +10,9 @@ synchronizes the ranks in between).
 
 Small tensors have algorithms of their own (eager.py).
 
-Values are combined on each host in the order of its ranks, then in the order of hosts, so all ranks get the same bits.
+Values are combined on each host as the tree over its ranks, then as the tree over hosts, so all ranks get the same
+bits; and those of one host, where each host's ranks are a subtree of it and partial results are kept as they are added
+(levels.py).
 """
 
 from __future__ import annotations
@@ -50,32 +52,41 @@ def all_reduce(op: Operation, source: int, target: int, count: int, dtype: DType
     item = dtype.itemsize
     op.pipeline(
         _all_reduce_chunk(op, source + start * item, target + start * item, size, dtype, levels)
-        for start, size in chunks_of(count, dtype)
+        for start, size in chunks_of(count, levels.kept)
     )
 
 
 def _all_reduce_chunk(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels) -> Chunk:
     counts = _lane_counts(op.layout, count)
     mine = counts[op.layout.local]
-    piece = op.borrow(mine * dtype.itemsize)
-    across = _combine_across(op, piece, mine, dtype, levels, range(len(op.layout.hosts)))
+    piece = op.borrow(mine * levels.kept.itemsize)
+    result = levels.room(op, piece, mine)
+    across = _combine_across(op, piece, result, mine, levels, range(len(op.layout.hosts)))
     yield next(across)
-    op.local(collectives.reduce_scatter, [source], [piece], counts, dtype, levels.inner)
+    _scatter_here(op, source, piece, counts, levels)
     yield from across
-    op.local(collectives.all_gather, [piece], [target], counts, dtype)
+    op.local(collectives.all_gather, [result], [target], counts, dtype)
+    levels.done(op, (result, piece))
     op.give_back(piece)
 
 
-def _combine_across(op: Operation, piece: int, count: int, dtype: DType, levels: Levels, hosts: Sequence[int]) -> Chunk:
-    """Combine the lane's piece over all hosts, in place, for ``hosts``."""
+def _scatter_here(op: Operation, source: int, piece: int, counts: Sequence[int], levels: Levels) -> None:
+    """Each lane of this host gets the combination of all its ranks' values for it."""
+    kept = levels.begin(op, source, sum(counts))
+    op.local(collectives.reduce_scatter, [kept], [piece], counts, levels.kept, levels.inner)
+    levels.done(op, (kept, source))
+
+
+def _combine_across(op: Operation, piece: int, result: int, count: int, levels: Levels, hosts: Sequence[int]) -> Chunk:
+    """Combine the lane's piece over all hosts, for ``hosts``; the result may go where the piece is."""
     if not op.layout.has_lane:
         yield from _idle(2 if len(op.layout.hosts) == 2 else 3)
     elif len(op.layout.hosts) == 2:
-        yield from _swap(op, piece, count, dtype, levels, hosts)
+        yield from _swap(op, piece, result, count, levels, hosts)
     else:
         starts, sizes = _shares(op, count)
-        yield from _reduce_shares(op, piece, starts, sizes, dtype, levels)
-        yield _collect_shares(op, piece, starts, sizes, dtype, hosts)
+        yield from _reduce_shares(op, piece, result, starts, sizes, levels)
+        yield _collect_shares(op, result, starts, sizes, levels.dtype, hosts)
 
 
 def _idle(turns: int) -> Chunk:
@@ -84,10 +95,10 @@ def _idle(turns: int) -> Chunk:
         yield None
 
 
-def _swap(op: Operation, piece: int, count: int, dtype: DType, levels: Levels, hosts: Sequence[int]) -> Chunk:
+def _swap(op: Operation, piece: int, result: int, count: int, levels: Levels, hosts: Sequence[int]) -> Chunk:
     """Two hosts send each other everything that ``hosts`` need: no more bytes than any other algorithm, and half the
     waits."""
-    layout, nbytes = op.layout, count * dtype.itemsize
+    layout, nbytes = op.layout, count * levels.kept.itemsize
     other = layout.others[0]
     theirs, peer = op.borrow(nbytes), layout.lane(other)
     expected = op.expect([(peer, theirs, nbytes)] if layout.host in hosts else [])
@@ -95,7 +106,7 @@ def _swap(op: Operation, piece: int, count: int, dtype: DType, levels: Levels, h
     yield op.start([(peer, piece, nbytes)] if other in hosts else [], expected)
     if layout.host in hosts:
         order = [piece, theirs] if layout.host == 0 else [theirs, piece]
-        levels.combine(op, piece, order, count, dtype)
+        levels.combine(op, result, order, count)
     op.give_back(theirs)
 
 
@@ -106,10 +117,10 @@ def _shares(op: Operation, count: int) -> tuple[list[int], list[int]]:
 
 
 def _reduce_shares(
-    op: Operation, piece: int, starts: Sequence[int], sizes: Sequence[int], dtype: DType, levels: Levels
+    op: Operation, piece: int, result: int, starts: Sequence[int], sizes: Sequence[int], levels: Levels
 ) -> Chunk:
     """Every host combines its share of the piece: it gets that share from each other host, and sends them theirs."""
-    layout, item = op.layout, dtype.itemsize
+    layout, item = op.layout, levels.kept.itemsize
     mine = sizes[layout.host]
     came = op.borrow(mine * item * len(layout.others))
     places = {h: came + k * mine * item for k, h in enumerate(layout.others)}
@@ -118,7 +129,7 @@ def _reduce_shares(
     yield op.start([(layout.lane(h), piece + starts[h] * item, sizes[h] * item) for h in layout.others], expected)
     own = piece + starts[layout.host] * item
     order = [places.get(h, own) for h in range(len(layout.hosts))]
-    levels.combine(op, own, order, mine, dtype)
+    levels.combine(op, result + starts[layout.host] * levels.dtype.itemsize, order, mine)
     op.give_back(came)
 
 
@@ -137,7 +148,7 @@ def reduce(op: Operation, source: int, target: int, count: int, dtype: DType, le
     item = dtype.itemsize
     op.pipeline(
         _reduce_chunk(op, source + start * item, target + start * item, size, dtype, levels, root)
-        for start, size in chunks_of(count, dtype)
+        for start, size in chunks_of(count, levels.kept)
     )
 
 
@@ -148,14 +159,16 @@ def _reduce_chunk(
     home = layout.host_of[root]
     counts = _lane_counts(layout, count)
     mine = counts[layout.local]
-    piece = op.borrow(mine * dtype.itemsize)
-    across = _combine_across(op, piece, mine, dtype, levels, [home])
+    piece = op.borrow(mine * levels.kept.itemsize)
+    result = levels.room(op, piece, mine)
+    across = _combine_across(op, piece, result, mine, levels, [home])
     yield next(across)
-    op.local(collectives.reduce_scatter, [source], [piece], counts, dtype, levels.inner)
+    _scatter_here(op, source, piece, counts, levels)
     yield from across
     if layout.host == home:
         outs = [target] if layout.rank == root else []
-        op.local(collectives.gather, [piece], outs, counts, dtype, layout.local_of[root], False)
+        op.local(collectives.gather, [result], outs, counts, dtype, layout.local_of[root], False)
+    levels.done(op, (result, piece))
     op.give_back(piece)
 
 
@@ -243,48 +256,49 @@ def reduce_scatter(
     item = dtype.itemsize
     op.pipeline(
         _reduce_scatter_chunk(
-            op, [s + at * item for s in sources], target + at * item, _window(counts, at, size), dtype, levels
+            op, [s + at * item for s in sources], target + at * item, _window(counts, at, size), levels
         )
-        for at, size in chunks_of(max(counts), dtype, parts=op.layout.widest)
+        for at, size in chunks_of(max(counts), levels.kept, parts=op.layout.widest)
     )
 
 
 def _reduce_scatter_chunk(
-    op: Operation, sources: Sequence[int], target: int, counts: Sequence[int], dtype: DType, levels: Levels
+    op: Operation, given: Sequence[int], target: int, counts: Sequence[int], levels: Levels
 ) -> Chunk:
     """Each host combines the pieces for the ranks of others and sends them there; each rank combines what comes."""
-    layout, item = op.layout, dtype.itemsize
+    layout, item = op.layout, levels.kept.itemsize
     me, mine = layout.rank, counts[layout.rank]
     came = {h: op.borrow(mine * item) for h in layout.others}
     expected = op.expect((layout.holder(h, me), came[h], mine * item) for h in layout.others)
     yield None
+    sources = [levels.begin(op, source, n) for source, n in zip(given, counts, strict=True)]
     sends, lent = [], []
     for host in layout.others:
         for ranks in layout.waves(host):
             to = ranks[layout.local] if layout.local < len(ranks) else None
             nbytes = counts[to] * item if to is not None else 0
             lent.append(op.borrow(nbytes))
-            _combine_here(op, ranks, sources, lent[-1], counts, dtype, levels)
+            _combine_here(op, ranks, sources, lent[-1], counts, levels)
             if to is not None:
                 sends.append((to, lent[-1], nbytes))
     transfer = op.start(sends, expected)
     own = op.borrow(mine * item)
-    _combine_here(op, layout.here, sources, own, counts, dtype, levels)
+    _combine_here(op, layout.here, sources, own, counts, levels)
+    levels.done(op, *zip(sources, given, strict=True))
     yield transfer
-    levels.combine(op, target, [came.get(h, own) for h in range(len(layout.hosts))], mine, dtype)
+    levels.combine(op, target, [came.get(h, own) for h in range(len(layout.hosts))], mine)
     for piece in (*lent, *came.values(), own):
         op.give_back(piece)
 
 
 def _combine_here(
-    op: Operation, ranks: Sequence[int], sources: Sequence[int], target: int, counts: Sequence[int], dtype: DType,
-    levels: Levels,
-) -> None:  # fmt: skip
+    op: Operation, ranks: Sequence[int], sources: Sequence[int], target: int, counts: Sequence[int], levels: Levels
+) -> None:
     """The i-th rank of this host gets the combination of all its ranks' pieces for ``ranks[i]``."""
     spare = len(op.layout.here) - len(ranks)
     sizes = (*[counts[r] for r in ranks], *[0] * spare)
     ins = [sources[r] for r in ranks] + [sources[op.layout.rank]] * spare
-    op.local(collectives.reduce_scatter, ins, [target], sizes, dtype, levels.inner, True)
+    op.local(collectives.reduce_scatter, ins, [target], sizes, levels.kept, levels.inner, True)
 
 
 # --- from one rank to another -------------------------------------------------------------------------------------

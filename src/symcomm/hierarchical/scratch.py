@@ -6,7 +6,6 @@ import ctypes
 import threading
 from typing import Any
 
-from symcomm._core import native
 from symcomm.memory.arena import Arena
 
 KEEP_BYTES = 64 << 20  # what is kept for the next operation
@@ -26,7 +25,6 @@ class Scratch:
         self.arena = arena
         self._free: dict[int, list[ScratchBuffer]] = {}
         self._kept = 0
-        self._zeros: ScratchBuffer | None = None
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> ScratchBuffer:
@@ -42,9 +40,3 @@ class Scratch:
             if self._kept + piece.nbytes <= KEEP_BYTES:
                 self._free.setdefault(piece.nbytes, []).append(piece)
                 self._kept += piece.nbytes
-
-    def zeros(self, nbytes: int) -> int:
-        if self._zeros is None or self._zeros.nbytes < nbytes:
-            self._zeros = self.take(nbytes)
-            native.poke(self._zeros.address, bytes(self._zeros.nbytes))
-        return self._zeros.address

@@ -49,6 +49,7 @@ class Layout:
         self.lanes, self.widest = min(map(len, self.hosts)), max(map(len, self.hosts))
         self.is_even = len({len(ranks) for ranks in self.hosts}) == 1
         self.eager_host_max = EAGER_HOST_MAX
+        self.wide_sums = False  # partial sums of small floats cross between hosts in float32
 
     def fits_eager(self, nbytes: int, is_whole: bool = False) -> bool:
         """Whether so many bytes, from one host to another, travel with arrivals. The same on all ranks."""

@@ -1,7 +1,7 @@
 """Operators of torch.ops.symm_mem that reduce, gather, or do so around a matmul.
 
-Reductions run on the group's own collectives, so they have its one order (rank 0 first) and give every rank the same
-bits.
+Reductions run on the group's own collectives, so they have its one order, a tree over ranks, and give every rank the
+same bits.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ int symcomm_add_part(PyObject *module, PyMethodDef *methods, const struct consta
  * own. Returns 0, or -1 with an exception set. */
 /* clang-format off */
 #define SYMCOMM_PARTS(PART)                                                                                          \
-    PART(reduce) PART(nontemporal) PART(pack) PART(mapping) PART(life) PART(tensor) PART(cores) PART(gil) PART(group) \
+    PART(reduce) PART(convert) PART(nontemporal) PART(pack) PART(mapping) PART(life) PART(tensor) PART(cores) PART(gil) PART(group) \
     PART(records) PART(exec) PART(refusal) PART(report) PART(dispatch_cache) PART(options) PART(p2p) PART(signals)   \
     PART(window) PART(stream_ops) PART(prepared) PART(store) PART(gil_watchdog) PART(whereabouts) PART(allocator)    \
     PART(region) PART(queue) PART(board)

@@ -76,14 +76,14 @@ VECTOR_KERNEL(native_min, native, int, integer, FEW_PADDED, x, native_order(vclt
 VECTOR_KERNEL(native_max, native, int, integer, FEW_PADDED, x, native_order(vcgtq_f16(b, a), a, b), a)
 /* clang-format on */
 
-#define TWO_NATIVE(OP)                                                                       \
+#define TWO_NATIVE(OP, SUITS)                                                                \
     static void float16_two_##OP(void *dst, const void *const *sources, int n, size_t count, \
                                  struct reduce_scalar scalar) {                              \
-        (n == 2 ? native_##OP : float16_##OP)(dst, sources, n, count, scalar);               \
+        (n == 2 && SUITS ? native_##OP : float16_##OP)(dst, sources, n, count, scalar);      \
     }
-TWO_NATIVE(sum)
-TWO_NATIVE(product)
-TWO_NATIVE(mean)
+TWO_NATIVE(sum, 1)
+TWO_NATIVE(product, 1)
+TWO_NATIVE(mean, scalar.real == 0.5)
 
 /* clang-format off */
 #define FLOAT16_TYPE                                                                                         \

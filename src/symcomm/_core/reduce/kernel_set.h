@@ -7,7 +7,7 @@
  *   bool       any nonzero byte is true and results are 0 or 1; SUM, MAX, BOR and AVG are "any", PRODUCT, MIN and BAND
  *              are "all", BXOR is "an odd number"; PREMUL_SUM is "any", or false when the factor is zero
  *   8 and 16-bit floats   become float32, are combined in float32 over all sources, and are rounded once at the end
- *   floats     one operation after another, in the order of the sources, never fused; AVG divides by their number
+ *   floats     combined as a tree (see TREE in reduce/vectors.h), never fused; AVG divides by the number of sources
  *   complex    componentwise but for PRODUCT, which is (ac - bd, ad + bc)
  *   MIN, MAX   a NaN in any source gives NaN; of equal values (0.0 and -0.0) the earliest source's is kept
  *
@@ -45,7 +45,8 @@ typedef double float64_stored ANYWHERE;
  *   IN    what source element x brings to the accumulation
  *   FOLD  accumulator a combined with the next source's b
  *   OUT   what is stored for the final accumulator a
- * Up to three sources take one loop. More take passes over blocks: the first two or three, then two by two. */
+ * Up to three sources take one loop. More take passes over blocks: the first two or three, then two by two. That is no
+ * tree, and gives its bits: integers do not care in which order they are combined. */
 #define KERNEL(NAME, S, A, K, SCALAR, IN, FOLD, OUT)                                                                   \
     SYMCOMM_INLINE A NAME##_in(S x, K k) {                                                                             \
         (void)k;                                                                                                       \
@@ -158,10 +159,35 @@ SYMCOMM_INLINE double negative_of_float64(double value) {
     return value;
 }
 
+/* A tree whose every combination is a call for two; what waits is kept as in TREE, by pairs. */
+#define PAIRWISE(NAME, TWO, T)                                                                                  \
+    static void NAME(void *dst, const void *const *sources, int n, size_t count, struct reduce_scalar scalar) { \
+        enum { BLOCK = SMALL_BLOCK / sizeof(T) };                                                               \
+        T waiting[LEVELS + 2][BLOCK];                                                                           \
+        if (n <= 3) TWO(dst, sources, n, count, scalar);                                                        \
+        for (size_t start = 0; n > 3 && start < count; start += BLOCK) {                                        \
+            const size_t length = count - start < BLOCK ? count - start : BLOCK;                                \
+            for (int i = 0, depth = 0; i < n; i += 2, depth++) {                                                \
+                const int is_last = i + 2 >= n;                                                                 \
+                const void *two[] = {(const T *)sources[i] + start,                                             \
+                                     (const T *)sources[n - i > 1 ? i + 1 : i] + start};                        \
+                if (n - i > 1) TWO(waiting[depth], two, 2, length, scalar);                                     \
+                two[1] = n - i > 1 ? waiting[depth] : two[0];                                                   \
+                for (int m = is_last ? depth : COMPLETED(i / 2); m > 0; m--) {                                  \
+                    two[0] = waiting[--depth];                                                                  \
+                    T *to = is_last && m == 1 ? (T *)dst + start : waiting[depth];                              \
+                    TWO(to, two, 2, length, scalar);                                                            \
+                    two[1] = to;                                                                                \
+                }                                                                                               \
+            }                                                                                                   \
+        }                                                                                                       \
+    }
+
 /* clang-format off */
 #define COMPLEX_KERNELS(T, REAL)               \
     KERNEL(T##_product, T, T, int, integer, x, \
-           ((T){a.re * b.re + negative_of_##REAL(a.im * b.im), a.re * b.im + a.im * b.re}), a)
+           ((T){a.re * b.re + negative_of_##REAL(a.im * b.im), a.re * b.im + a.im * b.re}), a) \
+    PAIRWISE(T##_product_tree, T##_product, T)
 
 COMPLEX_KERNELS(complex64, float32)
 COMPLEX_KERNELS(complex128, float64)
@@ -177,7 +203,7 @@ COMPLEX_KERNELS(complex128, float64)
       [RED_BAND] = {bytes_and, SIZE}, [RED_BOR] = {bytes_or, SIZE}, [RED_BXOR] = {bytes_xor, SIZE}}}
 
 #define COMPLEX_OPS(T, REAL)                                                                     \
-    {[RED_SUM] = {REAL##_sum, 2}, [RED_AVG] = {REAL##_avg, 2}, [RED_PRODUCT] = {T##_product, 1}, \
+    {[RED_SUM] = {REAL##_sum, 2}, [RED_AVG] = {REAL##_avg, 2}, [RED_PRODUCT] = {T##_product_tree, 1}, \
      [RED_PREMUL_SUM] = {REAL##_premul_sum, 2}, [RED_MEAN] = {REAL##_mean, 2}}
 
 static const struct reduce_type all_types[DT_COUNT] = {

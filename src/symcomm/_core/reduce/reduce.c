@@ -83,9 +83,10 @@ int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int
     if (op == RED_PREMUL_SUM) { /* of all NaNs the one without a payload, see bfloat16_encode */
         scalar = (struct reduce_scalar){factor == factor ? factor : (double)NAN, integer_of(factor)};
     } else if (op == RED_AVG) {
-        scalar.real = n_sources;
-        if (types[dtype].floating && (n_sources & (n_sources - 1)) == 0) {
-            scalar.real = 1.0 / n_sources;
+        scalar.real = factor > 1 ? factor : n_sources;
+        const uint64_t by = (uint64_t)scalar.real;
+        if (types[dtype].floating && (by & (by - 1)) == 0) {
+            scalar.real = 1.0 / (double)by;
             entry = &types[dtype].ops[RED_MEAN];
         }
     }
@@ -233,7 +234,7 @@ static PyObject *py_use_reduce_set(PyObject *Py_UNUSED(self), PyObject *args) {
 static PyMethodDef functions[] = {
     METHOD_AS(
         reduce, py_reduce, METH_VARARGS,
-        "(dtype, op, dst, sources, count, factor=1.0): combine `count` elements of each source, in order, into dst.\n"
+        "(dtype, op, dst, sources, count, factor=1.0): combine `count` elements of each source, as a tree, into dst.\n"
         "dst and sources are addresses; dst may be one of the sources. Releases the interpreter lock."),
     METHOD_AS(
         time_reduce, py_time_reduce, METH_VARARGS,

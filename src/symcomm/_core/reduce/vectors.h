@@ -151,39 +151,77 @@ enum {
     }
 PLAIN_FORMAT(float32)
 PLAIN_FORMAT(float64)
+SYMCOMM_INLINE float float32_one_at(const char *from) {
+    float value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+SYMCOMM_INLINE double float64_one_at(const char *from) {
+    double value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
 
 /* --- kernels ------------------------------------------------------------------------------------------------- */
 
+/* Sources are combined as a tree: the largest power of two below their number, combined, and the others, combined. So
+ * every aligned power of two of them is a subtree. They come by fours; sums wait, the widest first, until as many
+ * sources stand to their right: four number i completes as many of those sums as i has ones at its end. */
+enum { LEVELS = 8 }; /* the most sums that wait, of 1024 sources */
+#define COMPLETED(FOUR) __builtin_ctz(~(unsigned)(FOUR))
+
+/* Makes A a of n > 0 sources. READ: what source i brings. */
+#define TREE(A, a, n, READ, FOLD)                                                             \
+    A a;                                                                                      \
+    {                                                                                         \
+        int i = 0;                                                                            \
+        a = READ;                                                                             \
+        if (n <= 3) /* whose tree is a row */                                                 \
+            for (i = 1; i < n; i++) a = FOLD(a, READ);                                        \
+        else {                                                                                \
+            A waiting[LEVELS], b;                                                             \
+            int depth = 0;                                                                    \
+            for (;;) {                                                                        \
+                i++, a = FOLD(a, READ);                                                       \
+                i++, b = READ;                                                                \
+                i++, b = FOLD(b, READ);                                                       \
+                i++, a = FOLD(a, b);                                                          \
+                if (i == n) break;                                                            \
+                for (int m = COMPLETED(i / 4 - 1); m > 0; m--) a = FOLD(waiting[--depth], a); \
+                waiting[depth++] = a;                                                         \
+                a = READ;                                                                     \
+                if (i + 4 > n) {                                                              \
+                    for (i++; i < n; i++) a = FOLD(a, READ);                                  \
+                    break;                                                                    \
+                }                                                                             \
+            }                                                                                 \
+            while (depth > 0) a = FOLD(waiting[--depth], a);                                  \
+        }                                                                                     \
+    }
+
 /* Less than a unit, vector by vector and then one by one: for formats that are computed with as they lie in memory. */
-#define FEW_ONE_BY_ONE(NAME, T, K, IN, FOLD, OUT)                                                             \
-    SYMCOMM_INLINE T##_element NAME##_in_one(T##_element x, K k) {                                            \
-        (void)k;                                                                                              \
-        return IN;                                                                                            \
-    }                                                                                                         \
-    SYMCOMM_INLINE T##_element NAME##_fold_one(T##_element a, T##_element b) { return FOLD; }                 \
-    SYMCOMM_INLINE T##_element NAME##_out_one(T##_element a, K k) {                                           \
-        (void)k;                                                                                              \
-        return OUT;                                                                                           \
-    }                                                                                                         \
-    SYMCOMM_INLINE void NAME##_few(char *out, const char *const *s, int n, size_t count, K k) {               \
-        const size_t bytes = count * sizeof(T##_element);                                                     \
-        size_t at = 0;                                                                                        \
-        for (; at + VECTOR_BYTES <= bytes; at += VECTOR_BYTES) {                                              \
-            T##_vector a = NAME##_in((T##_vector)words_at(s[0] + at, 0), k);                                  \
-            for (int i = 1; i < n; i++) a = NAME##_fold(a, NAME##_in((T##_vector)words_at(s[i] + at, 0), k)); \
-            put_words(out + at, 0, (words)NAME##_out(a, k));                                                  \
-        }                                                                                                     \
-        for (; at < bytes; at += sizeof(T##_element)) {                                                       \
-            T##_element a, b;                                                                                 \
-            memcpy(&b, s[0] + at, sizeof b);                                                                  \
-            a = NAME##_in_one(b, k);                                                                          \
-            for (int i = 1; i < n; i++) {                                                                     \
-                memcpy(&b, s[i] + at, sizeof b);                                                              \
-                a = NAME##_fold_one(a, NAME##_in_one(b, k));                                                  \
-            }                                                                                                 \
-            a = NAME##_out_one(a, k);                                                                         \
-            memcpy(out + at, &a, sizeof a);                                                                   \
-        }                                                                                                     \
+#define FEW_ONE_BY_ONE(NAME, T, K, IN, FOLD, OUT)                                                 \
+    SYMCOMM_INLINE T##_element NAME##_in_one(T##_element x, K k) {                                \
+        (void)k;                                                                                  \
+        return IN;                                                                                \
+    }                                                                                             \
+    SYMCOMM_INLINE T##_element NAME##_fold_one(T##_element a, T##_element b) { return FOLD; }     \
+    SYMCOMM_INLINE T##_element NAME##_out_one(T##_element a, K k) {                               \
+        (void)k;                                                                                  \
+        return OUT;                                                                               \
+    }                                                                                             \
+    SYMCOMM_INLINE void NAME##_few(char *out, const char *const *s, int n, size_t count, K k) {   \
+        const size_t bytes = count * sizeof(T##_element);                                         \
+        size_t at = 0;                                                                            \
+        for (; at + VECTOR_BYTES <= bytes; at += VECTOR_BYTES) {                                  \
+            TREE(T##_vector, a, n, NAME##_in((T##_vector)words_at(s[i] + at, 0), k), NAME##_fold) \
+            put_words(out + at, 0, (words)NAME##_out(a, k));                                      \
+        }                                                                                         \
+        for (; at < bytes; at += sizeof(T##_element)) {                                           \
+            TREE(T##_element, a, n, NAME##_in_one(T##_one_at(s[i] + at), k), NAME##_fold_one)     \
+            a = NAME##_out_one(a, k);                                                             \
+            memcpy(out + at, &a, sizeof a);                                                       \
+        }                                                                                         \
     }
 
 /* A copy of a few bytes, without the call that memcpy would be. */
@@ -201,41 +239,53 @@ SYMCOMM_INLINE void copy_few(char *to, const char *from, size_t bytes) {
     SYMCOMM_INLINE void NAME##_few(char *out, const char *const *s, int n, size_t count, K k) { \
         char unit[T##_unit] = {0};                                                              \
         const size_t bytes = count * T##_size;                                                  \
-        copy_few(unit, s[0], bytes);                                                            \
-        T##_quad a = NAME##_first(unit, k);                                                     \
-        for (int i = 1; i < n; i++) {                                                           \
-            copy_few(unit, s[i], bytes);                                                        \
-            a = NAME##_next(a, unit, k);                                                        \
-        }                                                                                       \
+        TREE(T##_quad, a, n, (copy_few(unit, s[i], bytes), NAME##_first(unit, k)), NAME##_join) \
         NAME##_last(unit, a, k);                                                                \
         copy_few(out, unit, bytes);                                                             \
     }
 
-/* More than three sources, in passes over blocks: the first two or three, then two by two. */
-#define PASSES(NAME, T, K)                                                                                   \
-    static void NAME##_passes(char *out, const char *const *s, int n, size_t end, K k) {                     \
-        const size_t block = n < MANY_SOURCES ? SMALL_BLOCK : LARGE_BLOCK;                                   \
-        T##_quad partial[LARGE_BLOCK / T##_unit], *a;                                                        \
-        for (size_t start = 0; start < end; start += block) {                                                \
-            const size_t stop = end - start < block ? end : start + block;                                   \
-            a = partial;                                                                                     \
-            if (n % 2)                                                                                       \
-                for (size_t at = start; at < stop; at += T##_unit)                                           \
-                    *a++ = NAME##_next(NAME##_next(NAME##_first(s[0] + at, k), s[1] + at, k), s[2] + at, k); \
-            else                                                                                             \
-                for (size_t at = start; at < stop; at += T##_unit)                                           \
-                    *a++ = NAME##_next(NAME##_first(s[0] + at, k), s[1] + at, k);                            \
-            for (int i = 2 + n % 2; i < n; i += 2) {                                                         \
-                const char *p = s[i], *q = s[i + 1];                                                         \
-                a = partial;                                                                                 \
-                if (i < n - 2)                                                                               \
-                    for (size_t at = start; at < stop; at += T##_unit, a++)                                  \
-                        *a = NAME##_next(NAME##_next(*a, p + at, k), q + at, k);                             \
-                else                                                                                         \
-                    for (size_t at = start; at < stop; at += T##_unit, a++)                                  \
-                        NAME##_last(out + at, NAME##_next(NAME##_next(*a, p + at, k), q + at, k), k);        \
-            }                                                                                                \
-        }                                                                                                    \
+/* More than four sources, in passes over blocks, by fours. */
+#define PASSES(NAME, T, K)                                                                                 \
+    SYMCOMM_INLINE T##_quad NAME##_four(const char *p, const char *q, const char *r, const char *t, K k) { \
+        return NAME##_join(NAME##_next(NAME##_first(p, k), q, k), NAME##_next(NAME##_first(r, k), t, k));  \
+    }                                                                                                      \
+    static void NAME##_passes(char *out, const char *const *s, int n, size_t end, K k) {                   \
+        const size_t block = n < MANY_SOURCES ? SMALL_BLOCK : LARGE_BLOCK;                                 \
+        T##_quad waiting[LEVELS][LARGE_BLOCK / T##_unit];                                                  \
+        for (size_t start = 0; start < end; start += block) {                                              \
+            const size_t stop = end - start < block ? end : start + block;                                 \
+            int i = 0, depth = 0;                                                                          \
+            for (; i + 4 < n; i += 4) {                                                                    \
+                const char *p = s[i], *q = s[i + 1], *r = s[i + 2], *t = s[i + 3];                         \
+                const int low = depth - COMPLETED(i / 4);                                                  \
+                T##_quad *to = waiting[low];                                                               \
+                if (low == depth)                                                                          \
+                    for (size_t at = start; at < stop; at += T##_unit)                                     \
+                        *to++ = NAME##_four(p + at, q + at, r + at, t + at, k);                            \
+                else                                                                                       \
+                    for (size_t at = start, u = 0; at < stop; at += T##_unit, u++) {                       \
+                        T##_quad a = NAME##_four(p + at, q + at, r + at, t + at, k);                       \
+                        for (int j = depth; j > low;) a = NAME##_join(waiting[--j][u], a);                 \
+                        to[u] = a;                                                                         \
+                    }                                                                                      \
+                depth = low + 1;                                                                           \
+            }                                                                                              \
+            const int rest = n - i;                                                                        \
+            const char *p = s[i], *q = s[n - 1], *r = s[n - 2], *t = s[n - (rest < 3 ? 1 : 3)];            \
+            const T##_quad *before = waiting[depth - 1];                                                   \
+            for (size_t at = start, u = 0; at < stop; at += T##_unit, u++) {                               \
+                T##_quad a;                                                                                \
+                if (rest == 4) a = NAME##_four(p + at, t + at, r + at, q + at, k);                         \
+                else {                                                                                     \
+                    a = NAME##_first(p + at, k);                                                           \
+                    if (rest == 3) a = NAME##_next(a, r + at, k);                                          \
+                    if (rest > 1) a = NAME##_next(a, q + at, k);                                           \
+                }                                                                                          \
+                a = NAME##_join(before[u], a);                                                             \
+                for (int j = depth - 1; j > 0;) a = NAME##_join(waiting[--j][u], a);                       \
+                NAME##_last(out + at, a, k);                                                               \
+            }                                                                                              \
+        }                                                                                                  \
     }
 
 /* A kernel over elements of format T with a scalar k of type K. Its three expressions, on vectors of accumulators:
@@ -258,10 +308,12 @@ SYMCOMM_INLINE void copy_few(char *to, const char *from, size_t bytes) {
         T##_quad q = T##_load(from);                                                                                   \
         return (T##_quad){NAME##_in(q.v0, k), NAME##_in(q.v1, k), NAME##_in(q.v2, k), NAME##_in(q.v3, k)};             \
     }                                                                                                                  \
-    SYMCOMM_INLINE T##_quad NAME##_next(T##_quad a, const char *from, K k) {                                           \
-        T##_quad b = NAME##_first(from, k);                                                                            \
+    SYMCOMM_INLINE T##_quad NAME##_join(T##_quad a, T##_quad b) {                                                      \
         return (T##_quad){NAME##_fold(a.v0, b.v0), NAME##_fold(a.v1, b.v1), NAME##_fold(a.v2, b.v2),                   \
                           NAME##_fold(a.v3, b.v3)};                                                                    \
+    }                                                                                                                  \
+    SYMCOMM_INLINE T##_quad NAME##_next(T##_quad a, const char *from, K k) {                                           \
+        return NAME##_join(a, NAME##_first(from, k));                                                                  \
     }                                                                                                                  \
     SYMCOMM_INLINE void NAME##_last(char *to, T##_quad a, K k) {                                                       \
         T##_store(to, (T##_quad){NAME##_out(a.v0, k), NAME##_out(a.v1, k), NAME##_out(a.v2, k), NAME##_out(a.v3, k)}); \
@@ -278,11 +330,10 @@ SYMCOMM_INLINE void copy_few(char *to, const char *from, size_t bytes) {
         char *out = dst, last_unit[T##_unit];                                                                          \
         const size_t bytes = count * T##_size, rest = bytes % T##_unit, end = bytes - rest, last = bytes - T##_unit;   \
         if (rest) {                                                                                                    \
-            T##_quad a = NAME##_first(s[0] + last, k);                                                                 \
-            for (int i = 1; i < n; i++) a = NAME##_next(a, s[i] + last, k);                                            \
+            TREE(T##_quad, a, n, NAME##_first(s[i] + last, k), NAME##_join)                                            \
             NAME##_last(last_unit, a, k);                                                                              \
         }                                                                                                              \
-        const char *p = s[0], *q = s[n > 1], *r = s[n > 2 ? 2 : 0];                                                    \
+        const char *p = s[0], *q = s[n > 1], *r = s[n > 2 ? 2 : 0], *t = s[n > 3 ? 3 : 0];                             \
         if (n == 1)                                                                                                    \
             for (size_t at = 0; at < end; at += T##_unit) NAME##_last(out + at, NAME##_first(p + at, k), k);           \
         else if (n == 2)                                                                                               \
@@ -291,6 +342,9 @@ SYMCOMM_INLINE void copy_few(char *to, const char *from, size_t bytes) {
         else if (n == 3)                                                                                               \
             for (size_t at = 0; at < end; at += T##_unit)                                                              \
                 NAME##_last(out + at, NAME##_next(NAME##_next(NAME##_first(p + at, k), q + at, k), r + at, k), k);     \
+        else if (n == 4)                                                                                               \
+            for (size_t at = 0; at < end; at += T##_unit)                                                              \
+                NAME##_last(out + at, NAME##_four(p + at, q + at, r + at, t + at, k), k);                              \
         else NAME##_passes(out, s, n, end, k);                                                                         \
         if (rest) memcpy(out + last, last_unit, T##_unit);                                                             \
     }
