@@ -21,6 +21,7 @@ Where things are (imports point down only)::
     hierarchical/   the same collectives between hosts: Gloo, MPI or NCCL carries what each host has reduced
     group/          ProcessGroup, Work, spawn, the default group
     collectives/    plans: one file per family of collectives, and the choice between them
+    sharing/        memory that one process writes and others read: queues, boards
     memory/         arenas: memory that all ranks of a host have mapped
     store/          key-value stores and rendezvous
     _core/          C: reductions, the plan executor, waits, mailboxes, the store's server
@@ -44,6 +45,8 @@ __version__ = "0.1.0"
 
 # module -> the public names it defines
 _PUBLIC = {
+    "symcomm.sharing.queue": ("Queue", "QueueReader"),
+    "symcomm.sharing.board": ("Board", "BoardReader", "Snapshot"),
     "symcomm.store": ("Store", "HashStore", "FileStore", "TCPStore", "PrefixStore"),
     "symcomm.device.data_parallel": ("DataParallel",),
     "symcomm.symm_mem.symmetrize": ("symmetrize",),

@@ -15,6 +15,8 @@ The tree says whose fault it is::
         RendezvousError             the environment does not say who we are
         QueueEmptyError             a queue of a store had nothing to take
       PeerError                   someone else went away
+        ProcessDiedError            the writer or a reader of a queue or board died
+        QueueClosedError            it was closed: nothing follows (also an EOFError)
         RankFailedError             a rank died or left
           NoQuorumError               too few ranks can be reached: others may go on without us
         StoreConnectionError        the store cannot be reached (also a ConnectionError)
@@ -42,7 +44,7 @@ from typing import Any
 __all__ = [
     "BadArgumentError", "CallRefusedError", "CallerError", "CollectiveMismatchError", "DeadlineError",
     "GroupUnusableError", "InternalError", "NoQuorumError", "OutOfRangeError", "OutputRefusedError", "PeerError",
-    "QueueEmptyError",
+    "ProcessDiedError", "QueueClosedError", "QueueEmptyError",
     "RankFailedError", "RendezvousError", "ResourceError", "StoreAuthError", "StoreConnectionError",
     "StoreDeadlineError", "StoreUnreachableError", "SymcommError", "UnsupportedTensorError", "WrongTypeError",
 ]  # fmt: skip
@@ -119,6 +121,21 @@ class RankFailedError(PeerError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.ranks)
+
+
+class ProcessDiedError(PeerError):
+    """The other side of a queue or board ended without closing its end. ``pids`` lists the processes."""
+
+    def __init__(self, message: str, pids: Sequence[int] = ()):
+        super().__init__(message)
+        self.pids = list(pids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.pids)
+
+
+class QueueClosedError(PeerError, EOFError):
+    """A queue or board was closed, and everything that was sent has been read."""
 
 
 class NoQuorumError(RankFailedError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def test_the_command_that_the_examples_name(trained: list[dict[str, list[float]]
 
 def test_first_steps():
     assert run_example("first_steps.py", ranks=4) == ["sums: [6.0, 10.0, 14.0] ranks: [0.0, 1.0, 2.0, 3.0]"]
+
+
+def test_board():
+    said = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "board.py")], capture_output=True, text=True, timeout=100
+    )
+    assert said.returncode == 0, said.stderr
+    expected = [f"generator {number}: version 60, the sum of 0 to 7 is 28" for number in range(2)]
+    assert said.stdout.splitlines() == expected
 
 
 def test_custom_collective():

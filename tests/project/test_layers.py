@@ -16,14 +16,14 @@ SRC = Path(__file__).parents[2] / "src" / "symcomm"
 # The one order of layers, lowest first: each may import those before it, and itself. The package's docstring and
 # ARCHITECTURE.md show the same.
 ORDER = """
-errors arguments types undo ops torch_versions preflight _core store memory collectives membership group hierarchical
-cuda symm_mem windows simulate observe torch_backend ddp device comm compile elastic c10d ray launcher llama bench demo
+errors arguments types undo ops torch_versions preflight _core store memory sharing collectives membership group
+hierarchical cuda symm_mem windows simulate observe torch_backend ddp device comm compile elastic c10d ray launcher llama bench demo
 cli __main__
 """.split()
 LAYERS = {name: level for level, name in enumerate(ORDER)}
 # Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.
 TORCH_FREE_AT_IMPORT = {
-    "errors", "arguments", "types", "undo", "_core", "store", "memory", "collectives", "membership", "group",
+    "errors", "arguments", "types", "undo", "_core", "store", "memory", "sharing", "collectives", "membership", "group",
     "hierarchical", "observe", "cuda", "symm_mem", "cli", "simulate", "ray", "windows", "launcher", "preflight",
 }  # fmt: skip
 

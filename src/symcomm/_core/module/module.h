@@ -29,7 +29,8 @@ int symcomm_add_part(PyObject *module, PyMethodDef *methods, const struct consta
 #define SYMCOMM_PARTS(PART)                                                                                          \
     PART(reduce) PART(nontemporal) PART(pack) PART(mapping) PART(life) PART(tensor) PART(cores) PART(gil) PART(group) \
     PART(records) PART(exec) PART(refusal) PART(report) PART(dispatch_cache) PART(options) PART(p2p) PART(signals)   \
-    PART(window) PART(stream_ops) PART(prepared) PART(store) PART(gil_watchdog) PART(allocator)
+    PART(window) PART(stream_ops) PART(prepared) PART(store) PART(gil_watchdog) PART(allocator)   \
+    PART(region) PART(queue) PART(board)
 /* clang-format on */
 
 #define SYMCOMM_DECLARE(NAME) int symcomm_add_##NAME(PyObject *module);

@@ -51,12 +51,13 @@ static int why_stop(struct wait *w, int *culprit) {
 
 /* Whether a signal handler raised. Where no peer can die, slices are longer. */
 static bool sleep_slice(struct wait *w, uint32_t seen) {
-    int64_t slice = w->visit ? SLICE_NS : SLICE_NS * ASK_EVERY;
+    bool alone = w->kind->find_gone == NULL;
+    int64_t slice = alone ? SLICE_NS * ASK_EVERY : SLICE_NS;
     int64_t left = w->deadline ? w->deadline - symcomm_now_ns() : slice;
     if (left <= 0) return false;
     note_site(w->record);
     bool signalled = futex_wait(w->bell, seen, left < slice ? left : slice) < 0 && errno == EINTR;
-    return is_interrupted(signalled || w->visit == NULL);
+    return is_interrupted(signalled || alone);
 }
 
 /* Looks again after every reason to stop: whoever gave the group up, or is gone, may have done its part before. */

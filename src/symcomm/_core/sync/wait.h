@@ -16,7 +16,7 @@ struct wait_kind;
 /* Callers put it first in a struct of their own, which the functions of its kind know. */
 struct wait {
     const struct wait_kind *kind;
-    const struct visit *visit;   /* NULL: for a thread of this process, which ends the wait whatever happens */
+    const struct visit *visit;   /* NULL: no group's; it sleeps at once */
     _Atomic uint32_t *bell;      /* the futex it sleeps on */
     _Atomic uint32_t *sleepers;  /* counts who sleeps there; NULL: publish() says so */
     int missing;                 /* the rank it waits for first, or -1; is_over() keeps this and `word` current */

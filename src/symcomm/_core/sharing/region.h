@@ -1,0 +1,85 @@
+/* Memory that one process writes and others of its host read: what queues and boards have in common.
+ *
+ * It begins with a control block, in which writer and readers say that they live and what they hold. Payloads lie
+ * behind it in *parts*, ranges that the writer chooses. The writer lends a part to readers: each has a bit in the
+ * part's `holders`, which it clears when it has let go. Holders of all parts stand in a table at a fixed place, so that
+ * whoever looks at a part too late touches no payload.
+ *
+ * Of every word only one side decides: the writer takes readers in and drops them; a reader that dies keeps its bits
+ * until the writer has noticed. */
+#pragma once
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "group/status.h"
+#include "memory/life.h"
+
+#define REGION_READERS 64
+#define REGION_PARTS 1024
+#define PART_IS_FREE ((uint64_t)1 << 63) /* readers of boards look at parts at any time */
+#define MOST_READERS 63                  /* for which that bit is not one of theirs */
+
+enum region_kind { QUEUE = 1, BOARD = 2 };
+
+struct region_reader {
+    struct life life;
+    _Alignas(64) _Atomic uint64_t next; /* the message that it reads next */
+    _Atomic int64_t pid;
+};
+
+struct part {
+    _Atomic uint64_t holders;
+    _Atomic uint64_t number; /* of the message or version in it */
+    _Atomic uint64_t offset, nbytes;
+};
+
+struct bell {
+    _Alignas(64) _Atomic uint32_t word, sleepers;
+};
+
+struct region {
+    uint64_t magic; /* written last */
+    uint8_t nonce[16];
+    _Atomic int64_t writer_pid;
+    uint64_t kind; /* QUEUE or BOARD */
+    struct life writer;
+    _Alignas(64) _Atomic uint64_t ready; /* readers, a bit each: wants to be taken in */
+    _Atomic uint64_t active;             /* is sent messages */
+    _Atomic uint64_t left;               /* wants no more of them */
+    _Atomic uint64_t leaving;            /* is sent no more, and may still hold parts */
+    _Alignas(64) _Atomic uint64_t head;  /* of a queue: how many messages there were; of a board: see board.c */
+    _Atomic uint32_t closed;             /* the writer has */
+    struct bell news, room;              /* readers sleep on the first, the writer on the second */
+    struct region_reader readers[REGION_READERS];
+    struct part parts[REGION_PARTS];
+    _Alignas(64) char slots[]; /* of a queue */
+};
+
+static inline struct region *region_at(unsigned long long address) { return (struct region *)(uintptr_t)address; }
+
+void region_let_go(struct region *r, int part, uint64_t bits);
+
+void bell_ring(struct bell *b);
+
+/* Readers that are in, or want to be. */
+static inline uint64_t region_readers(struct region *r) { return atomic_load(&r->ready) | atomic_load(&r->active); }
+
+/* The writer's: whom it has to drop first, or -1. */
+int region_find_gone(struct region *r);
+/* A reader's: STATUS_OK, or whether the writer died or closed. */
+int region_writer_gone(struct region *r);
+
+/* Waits until `is_over`, or `find_gone` says that somebody is gone. With the interpreter lock released. */
+struct region_wait {
+    struct region *region;
+    bool (*is_over)(const struct region_wait *w);
+    int (*find_gone)(const struct region_wait *w, int *culprit);
+    struct bell *bell;
+    uint64_t a, b; /* what those two compare */
+};
+/* The status; who is gone in *culprit. timeout: ns; 0: only look. */
+int region_wait(struct region_wait *w, int64_t timeout, int *culprit);
+
+static inline long status_with(int status, int culprit) { return status | (long)(culprit + 1) << 8; }

@@ -1,0 +1,300 @@
+"""A board: one process puts up versions of a state, others of its host read the newest, which they map, not copy.
+
+A version lies in a part of the writer's memory, which is written before readers hear of it and not touched again until
+the last of them has let go of it or died. So no reader sees a torn one, and N readers take no more memory than one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.memory.limits import format_bytes
+from symcomm.sharing.door import Door, ask, check_name, token_or_job_token
+from symcomm.sharing.messages import PICKLE_IN_PART, Message, from_part
+from symcomm.sharing.region import (
+    DEAD,
+    LEFT,
+    OK,
+    TIMEOUT,
+    Clock,
+    ReaderRegion,
+    Turn,
+    WriterRegion,
+    duplicate,
+    named,
+    physical_room,
+)
+
+KIND = "board"
+CONTROL_BYTES = native.REGION_CONTROL_BYTES
+LOOK_FOR_WRITER = 0.05
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One version, as a reader has it. Its tensors are views of the writer's memory; what a reader writes there is its
+    own. The version's memory is free for others once nothing refers to them."""
+
+    version: int
+    state: Any
+
+
+class Board:
+    """The writer's end. Readers are ``BoardReader(name)`` in any process of this user and host.
+
+    Args:
+        name: by which readers find it; without one, they get ``fileno()``. A writer that died leaves its name free: the
+            next one takes it, and readers go over to that.
+        token: what readers have to hold; the job's, in SYMCOMM_TOKEN, unless it is given.
+
+    Raises: BadArgumentError, CallerError if the name is taken, ResourceError."""
+
+    def __init__(self, name: str | None = None, *, token: str | None = None):
+        if name is not None:
+            check_name("Board", name)
+        self.name, self.version = name, 0
+        whose = f"board {name!r}" if name else "the board"
+        self._region = WriterRegion(whose, native.REGION_BOARD, CONTROL_BYTES, physical_room())
+        self._turn = Turn(whose)
+        self._up: list[_Place] = []  # versions that readers may hold; the last is the newest
+        self._spare: _Place | None = None  # memory whose pages exist, for the next
+        self._door = Door(KIND, name, self._region.fd, token_or_job_token(token)) if name else None
+
+    def publish(self, state: Any, version: int | None = None) -> int:
+        """Put up ``state``, such as ``model.state_dict()``, as the newest version, and return its number: ``version``,
+        or one more than the last.
+
+        Its CPU tensors and arrays are copied once. Never waits for readers.
+
+        Raises: BadArgumentError, QueueClosedError after ``close()``, ResourceError if there is no memory for it beside
+        the versions that readers hold."""
+        number = self.version + 1 if version is None else version
+        if not isinstance(number, int) or number <= self.version:
+            raise errors.bad_argument("publish", "version", version, f"a number above {self.version}, the last one")
+        self._region.check_open("publish")
+        message = Message((number, state), in_part=True)
+        with self._turn.take("publish", Clock("publish", None, TIMEOUT)):
+            self._collect()
+            place = self._find_place(message.nbytes)
+            try:
+                message.write(self._region.base + place.offset)
+            except BaseException:
+                self._spare = place
+                raise
+            native.board_publish(self._region.base, place.part, place.offset, message.nbytes)
+            self._up.append(place)
+            self.version = number
+            self._collect()
+        return number
+
+    def _find_place(self, nbytes: int) -> _Place:
+        region, spare = self._region, self._spare
+        if spare is not None and nbytes <= spare.nbytes <= 2 * nbytes + (1 << 20):
+            self._spare = None
+            return spare
+        if spare is not None:
+            self._spare = None
+            self._free(spare)
+        offset = region.heap.allocate(nbytes)
+        if offset is None or not region.free_parts:
+            held = format_bytes(region.heap.used_bytes)
+            raise errors.ResourceError(f"publish on {region.whose}: readers hold {held} in {len(self._up)} versions.")
+        try:
+            region.reserve(offset, nbytes)
+        except BaseException:
+            region.heap.free(offset)
+            raise
+        return _Place(region.free_parts.pop(), offset, region.heap.length_of(offset))
+
+    def _collect(self) -> None:
+        """Take back versions that nobody has: the memory of one stays for the next, and the rest is the kernel's."""
+        self._region.drop_gone()
+        older, newest = self._up[:-1], self._up[-1:]
+        kept = []
+        for place in older:
+            if not native.part_take_back(self._region.base, place.part):
+                kept.append(place)
+            elif self._spare is None:
+                self._spare = place
+            else:
+                self._free(place)
+        self._up = kept + newest
+
+    def _free(self, place: _Place) -> None:
+        self._region.release_pages(place.offset, place.nbytes)
+        self._region.heap.free(place.offset)
+        self._region.free_parts.append(place.part)
+
+    @property
+    def versions_held(self) -> int:
+        """How many versions are in memory: the newest, and older ones that somebody reads."""
+        with self._turn.take("versions_held", Clock("versions_held", None, TIMEOUT)):
+            self._collect()
+            return len(self._up)
+
+    @property
+    def readers(self) -> list[int]:
+        """The processes that read, one entry for each reader."""
+        return [pid for pid, _ in self._region.readers.values()]
+
+    def await_readers(self, count: int, timeout: float | None = None) -> None:
+        """Wait until there are so many.
+
+        Raises: DeadlineError, QueueClosedError, BadArgumentError."""
+        clock = Clock("await_readers", timeout, TIMEOUT)
+        self._region.check_open("await_readers")
+        with self._turn.take("await_readers", clock):
+            self._region.await_readers(count, clock, self._region.drop_gone)
+
+    def fileno(self) -> int:
+        """The descriptor that ``BoardReader`` takes in a process that has inherited or been sent it.
+
+        Raises: nothing."""
+        return self._region.fd
+
+    def close(self) -> None:
+        """Readers keep what they have.
+
+        Raises: nothing."""
+        if self._door is not None:
+            self._door.close()
+        self._region.close()
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if door := getattr(self, "_door", None):
+            door.close()
+
+
+@dataclass(frozen=True)
+class _Place:
+    part: int
+    offset: int
+    nbytes: int
+
+
+class BoardReader:
+    """A reader's end.
+
+    Args:
+        source: the board's name, or a descriptor of it, which stays the caller's.
+        timeout: seconds that a call waits at most, where it names no other time; also for the name to exist.
+        token: as the writer's.
+
+    Raises: BadArgumentError, DeadlineError if nobody opens the name, CallerError if the token is another,
+    ResourceError."""
+
+    def __init__(self, source: str | int, *, timeout: float = TIMEOUT, token: str | None = None):
+        Clock("BoardReader", timeout, timeout)
+        self._timeout, self._name, self._token = timeout, "", token_or_job_token(token)
+        if isinstance(source, int) and not isinstance(source, bool):
+            self._region = ReaderRegion(
+                "the board", duplicate("BoardReader", source), native.REGION_BOARD, CONTROL_BYTES
+            )
+        else:
+            self._name = check_name("BoardReader", source)
+            self._region = self._open(timeout)
+        self._seen = (self._region, 0)  # what newest() gave last: the writer's memory, and its number there
+        self._snapshot: Snapshot | None = None
+
+    def _open(self, seconds: float) -> ReaderRegion:
+        fd = ask(KIND, self._name, self._token, seconds)
+        return ReaderRegion(f"board {self._name!r}", fd, native.REGION_BOARD, CONTROL_BYTES)
+
+    @property
+    def writer(self) -> int:
+        """The process that writes, or wrote last."""
+        return self._region.writer
+
+    def newest(self) -> Snapshot | None:
+        """The newest version, mapped in well under a millisecond; None before the first. Where the writer is gone, what
+        it put up last, or what its successor has.
+
+        Raises: QueueClosedError after ``close()``, ResourceError."""
+        self._region.check_open("newest")
+        if not self._has_news() and (self._status() == OK or not self._go_over() or not self._has_news()):
+            return self._snapshot
+        region = self._region
+        with region.borrowing():
+            found = native.board_take(region.base, region.reader)
+            assert found is not None  # there is news
+            number, part, offset, nbytes = found
+            region.hold(part)
+        version, state = from_part(PICKLE_IN_PART, region.view(part, offset, nbytes))
+        self._seen, self._snapshot = (region, number), Snapshot(version, state)
+        return self._snapshot
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        """The next version that ``newest`` and ``wait`` have not given yet; the newest, if there are several.
+
+        Raises: ProcessDiedError if the writer died and no other has its name, QueueClosedError if it closed the board,
+        DeadlineError, ResourceError."""
+        clock = Clock("wait", timeout, self._timeout)
+        while True:
+            before = self._snapshot
+            found = self.newest()
+            if found is not None and found is not before:
+                return found
+            status = native.board_await(self._region.base, self._number(), clock.left_ns())
+            if status == OK or (status in (DEAD, LEFT) and self._go_over()):
+                continue
+            self._raise(status, clock)
+
+    def _has_news(self) -> bool:
+        return native.board_newest(self._region.base) != self._number()
+
+    def _number(self) -> int:
+        region, number = self._seen
+        return number if region is self._region else 0
+
+    def _status(self) -> int:
+        """OK while the writer is there."""
+        status = native.board_await(self._region.base, native.board_newest(self._region.base), 0)
+        return status if status in (DEAD, LEFT) else OK
+
+    def _go_over(self) -> bool:
+        """To the writer that has the name now, if there is one."""
+        if not self._name:
+            return False
+        try:
+            region = self._open(0)
+        except errors.DeadlineError:
+            return False
+        self._region.close()
+        self._region = region
+        return True
+
+    def _raise(self, status: int, clock: Clock) -> None:
+        whose, pid = self._region.whose, self.writer
+        if status == DEAD:
+            raise errors.ProcessDiedError(
+                f"wait on {whose}: its writer, process {pid}, ended without closing it, and no other has opened it; "
+                "what was read stays.",
+                [pid],
+            )
+        if status == LEFT:
+            raise errors.QueueClosedError(f"wait on {whose}: process {pid} closed it.")
+        if not clock.left:
+            fix = f"{named([pid])} has put up nothing new."
+            raise errors.deadline(f"wait on {whose}", clock.seconds, fix=fix[0].upper() + fix[1:])
+
+    def close(self) -> None:
+        """What was read stays.
+
+        Raises: nothing."""
+        self._snapshot = None
+        self._region.close()
+
+    def __enter__(self) -> BoardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,372 @@
+"""A queue that knows its readers: one process writes, others of its host read, and each reader gets every message.
+
+A message goes into one of 64 slots, and what is too long for that into a part of the writer's memory, which is free
+again when the last reader has let go of it. So nothing is lost or torn by a death: what a writer has not finished is
+not there, and what a dead reader held is taken back. Whoever waits for a dead process is told in milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.memory.limits import format_bytes
+from symcomm.sharing.door import Door, ask, check_name, token_or_job_token
+from symcomm.sharing.messages import Message, from_part, from_slot
+from symcomm.sharing.region import (
+    DEAD,
+    LEFT,
+    OK,
+    SLOW,
+    TIMEOUT,
+    Clock,
+    ReaderRegion,
+    Turn,
+    WriterRegion,
+    duplicate,
+    named,
+    state_of,
+)
+
+KIND = "queue"
+CONTROL_BYTES = native.REGION_CONTROL_BYTES + native.QUEUE_BYTES
+CAPACITY = 256 << 20
+LOOK_FOR_CANCEL = 0.05  # seconds
+
+log = logging.getLogger("symcomm.sharing")
+
+
+class Queue:
+    """The writer's end of a queue. Readers are ``QueueReader(name)`` in any process of this user and host.
+
+    Args:
+        name: by which readers find it; without one, they get ``fileno()``, which forked processes inherit.
+        capacity: the most bytes of long messages that readers have not let go of.
+        readers: the first message waits for so many; later ones for any. 0: what nobody reads is dropped.
+        timeout: seconds that a call waits at most, where it names no other time.
+        token: what readers have to hold; the job's, in SYMCOMM_TOKEN, unless it is given.
+
+    Raises: BadArgumentError, CallerError if the name is taken, ResourceError."""
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        capacity: int = CAPACITY,
+        readers: int = 1,
+        timeout: float = TIMEOUT,
+        token: str | None = None,
+    ):
+        if name is not None:
+            check_name("Queue", name)
+        if not isinstance(capacity, int) or capacity < 1:
+            raise errors.bad_argument("Queue", "capacity", capacity, "a number of bytes")
+        if not isinstance(readers, int) or not 0 <= readers <= native.REGION_READERS:
+            raise errors.bad_argument("Queue", "readers", readers, f"a number up to {native.REGION_READERS}")
+        Clock("Queue", timeout, timeout)
+        self.name, self.capacity, self._timeout = name, capacity, timeout
+        whose = f"queue {name!r}" if name else "the queue"
+        self._region = WriterRegion(whose, native.REGION_QUEUE, CONTROL_BYTES, capacity)
+        self._turn = Turn(whose)
+        self._least = readers
+        self._lent: list[tuple[int, int]] = []  # parts and their offsets
+        self._door = Door(KIND, name, self._region.fd, token_or_job_token(token)) if name else None
+
+    # --- sending --------------------------------------------------------------------------------------------------
+
+    def put(self, obj: Any, timeout: float | None = None) -> None:
+        """Send ``obj`` to every reader. Waits while the slowest has 64 messages or ``capacity`` bytes to read.
+
+        bytes go as they are, everything else is pickled, but for the memory of CPU tensors and arrays, which is copied
+        once and not read by the pickle. A reader that has died is named once, and this message not sent; another call
+        goes on without it. One that keeps the writer waiting for a second is named in the log.
+
+        Raises: ProcessDiedError, DeadlineError, QueueClosedError, BadArgumentError, ResourceError."""
+        clock = Clock("put", timeout, self._timeout)
+        self._region.check_open("put")
+        message = Message(obj)
+        if message.nbytes > self.capacity:
+            size = f"{format_bytes(message.nbytes)} of {format_bytes(self.capacity)} capacity"
+            raise errors.bad_argument("put", "obj", size, "smaller", "give the queue more capacity=")
+        with self._turn.take("put", clock):
+            waiting = _Waiting(self._region, clock, self.capacity)
+            self._drop_gone("put")
+            if message.is_inline:
+                self._send(message, waiting, -1, 0)
+                return
+            part, offset = self._borrow(message.nbytes, waiting)
+            try:
+                message.write(self._region.base + offset)
+                self._send(message, waiting, part, offset)
+            except BaseException:
+                self._give_back(part, offset)
+                raise
+            self._lent.append((part, offset))
+
+    def _send(self, message: Message, waiting: _Waiting, part: int, offset: int) -> None:
+        base, inline = self._region.base, message.inline
+        while True:
+            least, wait_ns = self._least, waiting.slice_ns()
+            status = native.queue_put(base, inline, part, offset, message.nbytes, least, wait_ns)
+            if status == OK:
+                self._least = min(least, 1)
+                return
+            if status == LEFT:
+                self._drop_gone("put")
+            else:
+                waiting.note()
+
+    def _borrow(self, nbytes: int, waiting: _Waiting) -> tuple[int, int]:
+        region = self._region
+        while True:
+            seen = native.region_room(region.base)
+            self._take_back()
+            if region.free_parts and (offset := region.heap.allocate(nbytes)) is not None:
+                try:
+                    region.reserve_below(offset + nbytes)
+                except BaseException:
+                    region.heap.free(offset)
+                    raise
+                return region.free_parts.pop(), offset
+            if native.region_await_room(region.base, seen, waiting.slice_ns()) == LEFT:
+                self._drop_gone("put")
+            else:
+                waiting.note()
+
+    def _take_back(self) -> None:
+        lent, self._lent = self._lent, []
+        for part, offset in lent:
+            if native.part_take_back(self._region.base, part):
+                self._give_back(part, offset)
+            else:
+                self._lent.append((part, offset))
+
+    def _give_back(self, part: int, offset: int) -> None:
+        self._region.heap.free(offset)
+        self._region.free_parts.append(part)
+
+    def _drop_gone(self, call: str) -> None:
+        if dead := self._region.drop_gone():
+            raise errors.ProcessDiedError(
+                f"{call} on {self._region.whose}: its reader {named(dead)} ended without closing it; nothing was sent. "
+                "Call again to go on without it.",
+                dead,
+            )
+
+    async def put_async(self, obj: Any, timeout: float | None = None) -> None:
+        """``put`` for coroutines. One that is cancelled while it waits may still send the message.
+
+        Raises: as ``put``."""
+        await asyncio.get_running_loop().run_in_executor(_threads(), self.put, obj, timeout)
+
+    # --- looking --------------------------------------------------------------------------------------------------
+
+    @property
+    def readers(self) -> list[int]:
+        """The processes that read, one entry for each reader."""
+        return [pid for pid, _ in self._region.readers.values()]
+
+    @property
+    def backlog(self) -> dict[int, int]:
+        """How many messages each reading process has not taken."""
+        return self._region.backlog
+
+    def await_readers(self, count: int, timeout: float | None = None) -> None:
+        """Wait until there are so many.
+
+        Raises: ProcessDiedError, DeadlineError, QueueClosedError, BadArgumentError."""
+        clock = Clock("await_readers", timeout, self._timeout)
+        self._region.check_open("await_readers")
+        with self._turn.take("await_readers", clock):
+            self._region.await_readers(count, clock, lambda: self._drop_gone("await_readers"))
+
+    def fileno(self) -> int:
+        """The descriptor that ``QueueReader`` takes in a process that has inherited or been sent it.
+
+        Raises: nothing."""
+        return self._region.fd
+
+    def close(self) -> None:
+        """Readers get what was sent, and then QueueClosedError. Nothing is left once they have closed, too.
+
+        Raises: nothing."""
+        if self._door is not None:
+            self._door.close()
+        self._region.close()
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if door := getattr(self, "_door", None):
+            door.close()
+
+
+class _Waiting:
+    """A put that waits for readers: names them after a second, and when its time is over."""
+
+    def __init__(self, region: WriterRegion, clock: Clock, capacity: int):
+        self._region, self._clock, self._capacity = region, clock, capacity
+        self._warned = False
+
+    def slice_ns(self) -> int:
+        return self._clock.left_ns(SLOW if not self._warned else 1e9)
+
+    def note(self) -> None:
+        whose, clock = self._region.whose, self._clock
+        behind = self._region.backlog
+        slowest = [pid for pid, count in behind.items() if count == max(behind.values())]
+        who = f"for {named(slowest)}, which has {max(behind.values())} messages to read" if slowest else "for a reader"
+        held = self._region.heap.used_bytes
+        holds = f"; readers hold {format_bytes(held)} of {format_bytes(self._capacity)}" if held else ""
+        if not clock.left:
+            raise errors.deadline(f"put on {whose}", clock.seconds, fix=f"It waited {who}{holds}; nothing was sent.")
+        if not self._warned:
+            self._warned = True
+            log.warning("symcomm: put on %s has waited 1 s %s%s.", whose, who, holds)
+
+
+class QueueReader:
+    """A reader's end: gets every message that is sent from the moment on at which it is there.
+
+    Args:
+        source: the queue's name, or a descriptor of it, which stays the caller's.
+        timeout: seconds that a call waits at most, where it names no other time; also for the name to exist.
+        token: as the writer's.
+
+    Raises: BadArgumentError, DeadlineError if nobody opens the name, CallerError if the token is another,
+    ResourceError."""
+
+    def __init__(self, source: str | int, *, timeout: float = TIMEOUT, token: str | None = None):
+        Clock("QueueReader", timeout, timeout)
+        if isinstance(source, int) and not isinstance(source, bool):
+            whose, fd = "the queue", duplicate("QueueReader", source)
+        else:
+            name = check_name("QueueReader", source)
+            whose, fd = f"queue {name!r}", ask(KIND, name, token_or_job_token(token), timeout)
+        self._timeout = timeout
+        self._region = ReaderRegion(whose, fd, native.REGION_QUEUE, CONTROL_BYTES)
+        self._turn = Turn(whose)
+        self.taken = 0
+
+    @property
+    def writer(self) -> int:
+        """The process that writes."""
+        return self._region.writer
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The next message. Tensors and arrays of 256 KiB and more are views of the writer's memory, which this process
+        may write all the same: what it writes is its own. The writer gets that memory back when they are gone.
+
+        Raises: QueueClosedError after the last message, ProcessDiedError if the writer died and everything it sent was
+        read, DeadlineError, ResourceError."""
+        clock = Clock("get", timeout, self._timeout)
+        self._region.check_open("get")
+        with self._turn.take("get", clock):
+            return self._get(clock)
+
+    def _get(self, clock: Clock) -> Any:
+        region, warned = self._region, False
+        while True:
+            with region.borrowing():
+                # Other threads may let go of what they hold meanwhile, so this one does not wait in here.
+                found = native.queue_take(region.base, region.reader, 0)
+                if isinstance(found, tuple) and found[1] >= 0:
+                    region.hold(found[1])
+            if isinstance(found, tuple):
+                self.taken += 1
+                inline, part, offset, nbytes = found
+                return from_part(inline, region.view(part, offset, nbytes)) if part >= 0 else from_slot(inline)
+            self._check(found, clock)
+            status = native.queue_await(region.base, region.reader, clock.left_ns(1e9 if warned else SLOW))
+            if status not in (OK, LEFT, DEAD) and not warned and state_of(self.writer):
+                warned = True
+                log.warning("symcomm: get on %s has waited 1 s for %s.", region.whose, named([self.writer]))
+
+    def _check(self, status: int, clock: Clock) -> None:
+        """Raises if there is nothing to wait for."""
+        whose, told = self._region.whose, f"{self.taken} messages were read"
+        if status == LEFT:
+            raise errors.QueueClosedError(f"get on {whose}: process {self.writer} closed it; {told}.")
+        if status == DEAD:
+            raise errors.ProcessDiedError(
+                f"get on {whose}: its writer, process {self.writer}, ended without closing it; {told}, which "
+                "is all that was sent.",
+                [self.writer],
+            )
+        if not clock.left:
+            fix = f"{named([self.writer])} has sent nothing."
+            raise errors.deadline(f"get on {whose}", clock.seconds, fix=fix[0].upper() + fix[1:])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Messages until the writer closes the queue."""
+        while True:
+            try:
+                message = self.get()
+            except errors.QueueClosedError:
+                return
+            yield message
+
+    async def get_async(self, timeout: float | None = None) -> Any:
+        """``get`` for coroutines; one that is cancelled has taken nothing.
+
+        Raises: as ``get``."""
+        clock = Clock("get", timeout, self._timeout)
+        cancelled = threading.Event()
+        try:
+            while True:
+                try:
+                    return self.get(0)
+                except errors.DeadlineError:
+                    if not clock.left:
+                        raise
+                await asyncio.get_running_loop().run_in_executor(_threads(), self._await, clock, cancelled)
+        finally:
+            cancelled.set()
+
+    def _await(self, clock: Clock, cancelled: threading.Event) -> None:
+        while clock.left and not cancelled.is_set() and not self._region.is_closed:
+            look = clock.left_ns(LOOK_FOR_CANCEL)
+            if native.queue_await(self._region.base, self._region.reader, look) in (OK, LEFT, DEAD):
+                return
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while True:
+            try:
+                message = await self.get_async()
+            except errors.QueueClosedError:
+                return
+            yield message
+
+    def close(self) -> None:
+        """The writer does not wait for this reader any more. What was taken stays.
+
+        Raises: nothing."""
+        self._region.close()
+
+    def __enter__(self) -> QueueReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_executor: tuple[int, ThreadPoolExecutor] | None = None
+
+
+def _threads() -> ThreadPoolExecutor:
+    """Of this process, for coroutines that wait."""
+    global _executor
+    if _executor is None or _executor[0] != os.getpid():
+        _executor = os.getpid(), ThreadPoolExecutor(64, "symcomm-queue")
+    return _executor[1]
