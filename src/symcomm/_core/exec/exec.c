@@ -244,12 +244,37 @@ static void check_arrivals(struct run *x, bool *direct, bool *skipped) {
     x->attached = attached && !symmetric;
 }
 
+static enum copies way_of_bytes(struct run *x, bool direct) {
+    if (direct) return x->attached ? COPIES_ATTACHED : COPIES_DIRECT;
+    if (!x->p->has_direct) return COPIES_NO_PLAN;
+    struct arrival *mine = arrival_of(x, x->g->rank);
+    bool here = satisfies(x->p->needs[x->g->rank], atomic_load_explicit(&mine->in_offset, memory_order_relaxed),
+                          atomic_load_explicit(&mine->out_offset, memory_order_relaxed));
+    return here ? COPIES_ORDINARY_THERE : COPIES_ORDINARY_HERE;
+}
+
+static void note_copies(struct run *x, bool direct) {
+    static const uint8_t paths[COPIES_KINDS] = {
+        [COPIES_DIRECT] = FLIGHT_DIRECT,
+        [COPIES_ATTACHED] = FLIGHT_ATTACHED,
+        [COPIES_ORDINARY_HERE] = FLIGHT_ORDINARY_HERE,
+        [COPIES_ORDINARY_THERE] = FLIGHT_ORDINARY_THERE,
+    };
+    enum copies how = way_of_bytes(x, direct);
+    struct copy_counts *n = &x->g->copies[how];
+    uint64_t calls = atomic_load_explicit(&n->calls, memory_order_relaxed) + 1;
+    uint64_t bytes = atomic_load_explicit(&n->bytes, memory_order_relaxed) + x->p->told_bytes;
+    atomic_store_explicit(&n->calls, calls, memory_order_relaxed);
+    atomic_store_explicit(&n->bytes, bytes, memory_order_relaxed);
+    if (how != COPIES_NO_PLAN) flight_add_path(x->g->recording, paths[how]);
+}
+
 static int run_body(struct run *x, bool skipped_head) {
     bool direct, someone_skipped;
     int status;
     check_arrivals(x, &direct, &someone_skipped);
+    note_copies(x, direct);
     if (direct) {
-        flight_add_path(x->g->recording, x->attached ? FLIGHT_ATTACHED : FLIGHT_DIRECT);
         /* Its owner has it back. */
         if (x->p->writes_outputs && sync_is_void(x->v, x->g->seq)) return sync_aborted(x->v);
         return run_part(x, PLAN_DIRECT);

@@ -135,6 +135,8 @@ static const char *check(struct plan *p, int64_t n_words) {
     p->attach_bytes = h->attach_bytes, p->attach_large = h->attach_large != 0;
     if (p->world < 1 || p->world > MAX_WORLD || p->rank < 0 || p->rank >= p->world) return "bad world";
     if (p->dtype < 0 || p->dtype >= DT_COUNT || p->redop < 0 || p->redop >= RED_COUNT) return "bad type";
+    int64_t elements = p->count & (p->count & COUNT_HAS_HASH ? 0xffffffff : ~COUNT_FLAGS);
+    p->told_bytes = (uint64_t)elements * symcomm_itemsize[p->dtype];
     p->is_short = p->count <= SHORT_BYTES / (int64_t)symcomm_itemsize[p->dtype];
     if (n_places < 0 || n_places > n_words) return "bad place count";
     const int64_t n_steps[PLAN_PARTS] = {

@@ -13,6 +13,10 @@ enum plan_space { SPACE_IN, SPACE_OUT, SPACE_STAGE, SPACE_PEER_IN, SPACE_PEER_OU
 enum plan_need { NEED_INPUT = 1, NEED_OUTPUT = 2 };
 enum { PLAN_HEAD, PLAN_STAGED, PLAN_DIRECT, PLAN_PARTS };
 
+/* What a count may hold besides the elements: see elements_of() of collectives/select.py. */
+#define COUNT_HAS_HASH ((int64_t)1 << 62)
+#define COUNT_FLAGS ((int64_t)3 << 60)
+
 #define PLAN_SIGNAL_BITS 24 /* progress = seq << 24 | signal */
 #define PLAN_MIXED_SIGNAL 1 /* the extra synchronisation when some rank skipped its head */
 
@@ -52,6 +56,7 @@ struct plan {
     int64_t piece_bytes;
     int64_t algorithm;     /* a number in ALGORITHMS of plan.py, for the flight recorder */
     uint64_t copied_bytes; /* into outputs by this rank, in the part where that is most; 0: it reduces */
+    uint64_t told_bytes;   /* that its count stands for, as people see them */
     bool is_short;         /* SHORT_BYTES at most */
     int64_t stage_bytes;   /* how far the plan reaches into a staging half */
     int64_t n_steps[PLAN_PARTS];

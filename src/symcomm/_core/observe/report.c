@@ -92,17 +92,35 @@ static PyObject *ways(PyObject *self, PyObject *Py_UNUSED(none)) {
                          "puts", as_dict(&g->puts));
 }
 
+static PyObject *copies(PyObject *self, PyObject *Py_UNUSED(none)) {
+    static const char *const names[COPIES_KINDS] = {"no_plan", "direct", "attached", "ordinary_here", "ordinary_there"};
+    const struct copy_counts *n = group_of(self)->copies;
+    PyObject *all = PyDict_New();
+    for (int i = 0; all && i < COPIES_KINDS; i++) {
+        unsigned long long calls = atomic_load_explicit(&n[i].calls, memory_order_relaxed);
+        unsigned long long bytes = atomic_load_explicit(&n[i].bytes, memory_order_relaxed);
+        PyObject *one = Py_BuildValue("{s:K,s:K}", "calls", calls, "bytes", bytes);
+        if (one == NULL || PyDict_SetItemString(all, names[i], one) < 0) Py_CLEAR(all);
+        Py_XDECREF(one);
+    }
+    return all;
+}
+
 PyMethodDef group_report_methods[] = {
     METHOD(report, METH_NOARGS, "() -> what this rank can see of all ranks"),
     METHOD(ways, METH_NOARGS, "() -> how many collectives, messages and puts took which way"),
+    METHOD(copies, METH_NOARGS, "() -> how many collectives and bytes went directly, and why the others did not"),
     METHOD(waits, METH_NOARGS,
            "() -> how many of its long waits were over by looking, yielding, sleeping; and how often it looks first"),
     {NULL, NULL, 0, NULL},
 };
 
 static const struct constant constants[] = {
-    CONSTANT(FLIGHT_DIRECT), CONSTANT(FLIGHT_MESSAGE),   CONSTANT(FLIGHT_ATTACHED), CONSTANT(FLIGHT_ATTACHED_MESSAGE),
-    CONSTANT(FLIGHT_PATHS),  CONSTANT(FLIGHT_SLOW_PATH), CONSTANT(FLIGHT_QUEUED),   {NULL, 0},
+    CONSTANT(FLIGHT_ORDINARY_HERE), CONSTANT(FLIGHT_ORDINARY_THERE),
+    CONSTANT(FLIGHT_DIRECT),        CONSTANT(FLIGHT_MESSAGE),
+    CONSTANT(FLIGHT_ATTACHED),      CONSTANT(FLIGHT_ATTACHED_MESSAGE),
+    CONSTANT(FLIGHT_PATHS),         CONSTANT(FLIGHT_SLOW_PATH),
+    CONSTANT(FLIGHT_QUEUED),        {NULL, 0},
 };
 
 int symcomm_add_report(PyObject *module) { return symcomm_add_part(module, NULL, constants); }
