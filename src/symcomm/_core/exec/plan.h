@@ -25,7 +25,8 @@ enum { PLAN_HEAD, PLAN_STAGED, PLAN_DIRECT, PLAN_PARTS };
 /* clang-format off */
 #define PLAN_HEADER_FIELDS(F) \
     F(world) F(rank) F(collective) F(dtype) F(redop) F(root) F(count) F(has_direct) F(n_head) F(n_staged) F(n_direct) \
-    F(n_places) F(piece_bytes) F(algorithm) F(attach_bytes) F(attach_large)
+    F(n_places) F(piece_bytes) F(algorithm) F(attach_bytes) F(attach_large) \
+    F(apart)
 #define PLAN_STEP_FIELDS(F) \
     F(op) F(dst) F(n_dst) F(src) F(n_src) F(nbytes) F(last) F(value) F(value_stride) F(who) F(turns) F(body)
 #define PLAN_PLACE_FIELDS(F) F(space) F(index) F(offset) F(stride) F(mod) F(phase)
@@ -54,6 +55,7 @@ struct plan {
     int64_t in_bytes, out_bytes; /* of the first of each */
     /* Of each input of a list that is one tensor where they lie one after another; 0: never. */
     int64_t piece_bytes;
+    bool apart;            /* they may lie anywhere: the direct part reads each by itself, and stages nothing */
     int64_t algorithm;     /* a number in ALGORITHMS of plan.py, for the flight recorder */
     uint64_t copied_bytes; /* into outputs by this rank, in the part where that is most; 0: it reduces */
     uint64_t told_bytes;   /* that its count stands for, as people see them */
