@@ -161,8 +161,9 @@ def embedding(talks: bool, rank: int, world: int, scale: int) -> tuple[Step, int
     def exchanged(pieces: Any) -> Any:
         if not talks:
             return pieces
+        pieces = pieces.contiguous()  # Gloo writes into tensors of other layouts as if they were
         came = torch.empty_like(pieces)
-        dist.all_to_all_single(came, pieces.contiguous(), async_op=True).wait()
+        dist.all_to_all_single(came, pieces, async_op=True).wait()
         return came
 
     draw = _draw(rank)
