@@ -332,12 +332,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "one of int8, uint8" in refused("-d", "float7")
     assert "one of sum, prod" in refused("-o", "median")
     assert "a rank, 0 to 1" in refused("-r", "2")
-    assert "store, kernels, attach, groups, ddp" in refused("all_the_things")
+    assert "store, kernels, attach, groups, ddp, steps" in refused("all_the_things")
     assert "2 or more for p2p" in refused("p2p", "--ranks", "1")
     assert "some of gloo, mpich, openmpi" in refused("--against", "nccl")
     assert ".png or .svg" in refused("--plot", "figure.doc")
     monkeypatch.setattr(bench, "run", None)  # refused before anything is measured
-    for mode in ("all_reduce", "store", "kernels", "ddp", "compile", "hosts", "sites"):
+    for mode in ("all_reduce", "store", "kernels", "ddp", "steps", "compile", "hosts", "sites"):
         for option in ("--json", "--plot"):
             words = refused(mode, option, str(tmp_path / "nodir" / "x.svg"))
             assert words.startswith(f"symcomm bench: {option} must be a file in a folder that exists, got '"), words

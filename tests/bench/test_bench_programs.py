@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from symcomm import errors
 from symcomm.bench import compile as bench_compile
 from symcomm.bench import ddp as bench_ddp
 from symcomm.bench import ddp_worker as bench_ddp_worker
@@ -19,6 +20,7 @@ from symcomm.bench import groups as bench_groups
 from symcomm.bench import hosts as bench_hosts
 from symcomm.bench import run as bench_run
 from symcomm.bench import sites as bench_sites
+from symcomm.bench import steps as bench_steps
 from symcomm.bench import store as bench_store
 from symcomm.bench import table as bench_table
 from symcomm.bench import torch_calls as bench_torch
@@ -138,6 +140,49 @@ def test_ddp_on_every_side():
     assert all(min(f.turns) > 0 and 0 <= f.error < bench_ddp.TOLERANCE and f.peak >= 0 for f in found)
     convolutions, norms, heads = 9 * (3 * 2 + 2 * 4 + 4 * 8), 2 * (2 + 4 + 8), (128 + 1) * 16 + (16 + 1) * 10
     assert {f.parameters for f in found} == {convolutions + norms + heads}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", sorted(bench_steps.PROGRAMS))
+def test_steps_on_every_side(program: str):
+    ticks: list[str] = []
+    workload = bench_steps.StepsWorkload(ranks=2, rounds=2, steps=1, programs=(program,), heap=True, scale=8)
+    found = bench_steps.run_steps_bench(workload, ticks.append)
+    assert [(f.program, f.side) for f in found] == [(program, side) for side in bench_steps.SIDES]
+    assert len(ticks) == workload.turns == sum(len(f.turns) for f in found)
+    assert all(min(f.turns) > 0 and 0 <= f.error < bench_steps.TOLERANCE and f.parameters > 1000 for f in found)
+    *others, ours, heap = found
+    assert not any(f.nbytes for f in others)
+    if program == "pipeline":  # which has messages, and no collectives to speak of
+        return
+    assert heap.nbytes == ours.nbytes > 0 and heap.direct >= ours.direct
+    assert heap.direct > 0.9 * heap.nbytes or program == "tensor parallel", "whose tensors are tiny here"
+
+
+def test_steps_with_other_losses_are_refused():
+    right = [[1.0, 0.5], [2.0, 0.0]]
+    assert bench_steps.disagreement(right, right) == 0
+    assert bench_steps.disagreement(right, [[1.0, 0.5], [2.0, 1e-9]]) == float("inf")
+    assert bench_steps.disagreement(right, [[1.0, 0.5], [2.2, 0.0]]) == pytest.approx(0.1)
+    assert bench_steps.disagreement(right, [[1.0, float("nan")], [2.0, 0.0]]) == float("inf")
+    with pytest.raises(errors.SymcommError, match="has other losses"):
+        bench_steps.frame.need_right(0.1, bench_steps.TOLERANCE, "fsdp2 on symcomm has other losses than on Gloo ({}")
+
+
+def test_steps_figures():
+    workload = bench_steps.StepsWorkload(programs=("fsdp2",))
+    turns = {"alone": [0.1, 0.1], "gloo": [0.5, 0.5], "symcomm": [0.2, 0.2]}
+    found = [
+        bench_steps.StepsMeasurement("fsdp2", side, 1e-7, turns[side], 33_600_000, 100 * ours, 75 * ours)
+        for side in workload.sides
+        for ours in [int(side == "symcomm")]
+    ]
+    _, head, rows = bench_steps.as_table(found, workload)
+    told = [dict(zip(head, row, strict=True)) for row in rows]
+    assert [row["direct"] for row in told] == ["-", "-", "75%"]
+    assert told[2]["gloo / this"].startswith("4") and told[2]["communication (ms)"] == "100.0"
+    assert bench_steps.to_json(found, workload)["rows"][2]["direct_bytes"] == 75
+    assert "heap" not in workload.sides and "heap" in bench_steps.StepsWorkload(heap=True).sides
 
 
 def fake_measurements(workload: bench_ddp.DdpWorkload) -> list[bench_ddp.DdpMeasurement]:

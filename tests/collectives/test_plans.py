@@ -306,7 +306,8 @@ def test_lists_of_inputs_of_one_size_are_one_tensor_if_they_lie_so():
         listed, single = (make(name, 0, 3, 10_000, listed=listed) for listed in (True, False))
         assert listed.direct is not None
         assert single.direct is not None
-        assert listed.count == single.count
+        assert listed.count == single.count, "so they may meet"
+        assert (listed.piece_bytes, listed.apart) == (single.piece_bytes, single.apart) and listed.apart
 
 
 def test_lists_of_inputs_of_different_sizes_are_never_direct_and_never_meet_single_tensors():
@@ -447,10 +448,9 @@ def test_plans_can_be_printed(name: str, capsys: pytest.CaptureFixture[str]):
 def decode(data: bytes) -> Plan:
     """The reverse of Plan.encode, from the description of the format alone."""
     ints = list(struct.unpack(f"{len(data) // 8}q", data))
-    world, rank, collective, dtype, redop, root, count, has_direct, *lengths, places, piece, name, attach, large = ints[
-        :16
-    ]
-    needs, rest = ints[16 : 16 + world], ints[16 + world :]
+    world, rank, collective, dtype, redop, root, count, has_direct, *lengths, places, piece, name = ints[:14]
+    attach, large, apart = ints[14:17]
+    needs, rest = ints[17 : 17 + world], ints[17 + world :]
     rows = [rest[12 * k : 12 * k + 12] for k in range(sum(lengths))]
     table = rest[12 * len(rows) :]
     assert len(table) == 6 * places
@@ -481,7 +481,8 @@ def decode(data: bytes) -> Plan:
     head, staged, direct = parts
     return Plan(
         collectives.Collective(collective), rank, world, count, dtype, redop, root, ALGORITHMS[name], "", head, staged,
-        direct if has_direct else None, [Need(n) for n in needs] if has_direct else (), piece, attach, bool(large),
+        direct if has_direct else None, [Need(n) for n in needs] if has_direct else (), piece, bool(apart), attach,
+        bool(large),
     )  # fmt: skip
 
 

@@ -91,6 +91,32 @@ def test_heap_against_a_model(actions):
     assert heap.free_ranges == [(START, END - START)]
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["take", "keep", "merge"]), st.integers(0, 9 * PAGE)), max_size=60))
+def test_kept_ranges_against_a_model(actions):
+    heap, taken, kept = Heap(START, END), {}, {}
+    for action, number in actions:
+        need = max(number, 1) + -max(number, 1) % PAGE
+        if action == "take":
+            fits = [offset for offset, length in kept.items() if length == need]
+            offset = heap.take_kept(number)
+            assert (offset in fits) if fits else offset is None, "only a range of the same length"
+            if fits:
+                taken[offset] = kept.pop(offset)
+            elif (offset := heap.allocate(number)) is not None:
+                assert all(offset >= o + n or offset + need <= o for o, n in (taken | kept).items())
+                taken[offset] = need
+        elif action == "keep" and taken:
+            offset = sorted(taken)[number % len(taken)]
+            heap.keep(offset)
+            kept[offset] = taken.pop(offset)
+        elif action == "merge":
+            heap.merge_kept()
+            kept.clear()
+        assert heap.used_bytes == sum(taken.values())
+        assert heap.free_ranges == gaps(taken | kept)
+
+
 def test_freeing_twice_is_an_error():
     heap = Heap(START, END)
     offset = heap.allocate(1)
@@ -132,6 +158,20 @@ def test_idle_pages_are_reused_and_bounded(arena, monkeypatch):
     arena.free(second)
     assert arena.idle_bytes <= 4 * MIB
     assert arena.reserved_bytes <= 5 * MIB
+
+
+def test_a_range_of_a_length_seen_before_costs_no_system_call(arena, monkeypatch):
+    arena.free(arena.allocate(2 * MIB))
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_module.native, "set_pages", None)
+        patch.setattr(arena_module, "check_room", None)
+        offset = arena.allocate(2 * MIB)
+        arena.free(offset)
+        assert arena.allocate(2 * MIB) == offset
+    arena.free(offset)
+    longer = arena.allocate(3 * MIB)
+    assert longer == offset and arena.reserved_bytes < 4 * MIB, "other lengths use the same pages"
+    arena.free(longer)
 
 
 def test_fresh_pages_are_zero_after_trim(arena):

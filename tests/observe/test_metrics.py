@@ -57,6 +57,10 @@ def test_every_operation_is_counted_once():
     assert found["symcomm_waited_seconds_total", kind] > 0
     ways = (*kind, ("thread", "inline"), ("way", "short"))
     assert found["symcomm_calls_total", ways] == found["symcomm_operations_total", kind]
+    copied = [
+        v for (name, labels), v in found.items() if name == "symcomm_path_bytes_total" and set(kind) <= set(labels)
+    ]
+    assert sum(copied) == nbytes
     for rank in "012":
         assert found["symcomm_rank_up", (("rank", rank),)] == 1
         assert found["symcomm_recorded_operations_total", (("rank", rank),)] >= counted // 3

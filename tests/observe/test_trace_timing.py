@@ -72,6 +72,22 @@ def test_which_way_the_calls_took():
     assert lines[at + 2].split() == ["world", "2", "4", "4", "2"]
 
 
+def test_how_the_bytes_went():
+    trace = late(3, [lambda s: 0, lambda s: 0])
+    assert "How their bytes" not in as_text(trace) and as_data(trace)["copies"] == []  # not known
+    for one in trace.ranks.values():
+        kinds = zip(one.operations, ("direct", "ordinary_here", "direct"), strict=True)
+        one.operations = [replace(op, copies=copies, nbytes=1 << 20) for op, copies in kinds]
+    assert as_data(trace)["copies"] == [
+        {"group": "world", "copies": "direct", "calls": 4, "bytes": 4 << 20},
+        {"group": "world", "copies": "ordinary_here", "calls": 2, "bytes": 2 << 20},
+    ]
+    lines = as_text(trace).splitlines()
+    at = lines.index("How their bytes went:")
+    assert lines[at + 2].split() == ["world", "directly,", "nothing", "copied", "4", "4", "MiB"]
+    assert "own tensor is ordinary" in lines[at + 3]
+
+
 def slow_rank(group):
     import torch
 

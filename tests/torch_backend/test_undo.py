@@ -70,7 +70,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 factories = dict(versions.dist2_factories())
 files = {path.stem for path in Path(torch_patches.__file__).parent.glob("*.py")}
-tools = {"__init__", "patch", "method_swap", "operators", "make_fx", "comm_debug_mode", "dynamo_rules"}
+tools = {"__init__", "patch", "method_swap", "operators", "make_fx", "comm_debug_mode", "dynamo_rules", "fsdp_buffers"}
 names = [*torch_patches.AT_IMPORT, *torch_patches.AT_FIRST_GROUP, "replace_gloo"]
 names_here = {*names, "cpu_allocator"}  # whose undo tests/memory/test_shared_heap.py tries
 assert files - tools == names_here, files ^ {*names_here, *tools}

@@ -52,6 +52,8 @@ FLIGHT_ATTACHED: int
 FLIGHT_ATTACHED_MESSAGE: int
 FLIGHT_DIRECT: int
 FLIGHT_MESSAGE: int
+FLIGHT_ORDINARY_HERE: int
+FLIGHT_ORDINARY_THERE: int
 FLIGHT_PATHS: int
 FLIGHT_QUEUED: int
 FLIGHT_SLOW_PATH: int
@@ -148,6 +150,7 @@ class Group:
     def submit_cached_options(
         self, call: int, options: object, input: object, output: object, site: int, /
     ) -> Request | int: ...
+    def copies(self) -> dict[str, dict[str, int]]: ...
     def waits(self) -> tuple[int, int, int, int]: ...
     def tells(self, seq: int, /) -> bool: ...
     def ways(self) -> dict[str, dict[str, int]]: ...

@@ -2,9 +2,9 @@
 
 A *workload* says what to measure; a *measurement* is what one side did. Sides take turns, back and forth. The module of
 a benchmark has ``ask`` (the workload that the command line asks for), ``run_NAME_bench(workload, tick, seen)``,
-``as_table``, ``note``, ``picture`` and ``to_json``; cli/bench.py calls them. ``bench ddp`` and ``bench compile`` also
-share the second half of this file: programs whose steps are timed. One of their sides, "alone", does not communicate:
-what a step takes above that floor is communication.
+``as_table``, ``note``, ``picture`` and ``to_json``; cli/bench.py calls them. ``bench ddp``, ``steps`` and
+``compile`` also share the second half of this file: programs whose steps are timed. One of their sides, "alone", does
+not communicate: what a step takes above that floor is communication.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Asked:
     neighbours: str = ""
     python: str = ""
     shape: Mapping[str, int] = field(default_factory=dict)  # of bench llm's model
+    heap: bool = False
 
     def workload(self, kind: type[W], quick: Mapping[str, Any], least: int = 2, **more: Any) -> W:
         """A workload of that kind: its defaults, what ``--quick`` changes, and the options that it has."""

@@ -38,7 +38,9 @@ COLLECTIVES = (
 )  # fmt: skip
 ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
 # Each in a file of its own.
-OTHERS = ("store", "kernels", "attach", "groups", "ddp", "compile", "gpu", "hosts", "noise", "sites", "torch", "llm")
+OTHERS = (
+    "store", "kernels", "attach", "groups", "ddp", "steps", "compile", "gpu", "hosts", "noise", "sites", "torch", "llm",
+)  # fmt: skip
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 
@@ -78,12 +80,12 @@ Rounds = Annotated[
         "--rounds",
         "N",
         "Turns that the sides take. "
-        "[default: 3; kernels, llm: 7; attach: 9; ddp, compile, groups: 10; hosts: 5; torch: 15]",
+        "[default: 3; kernels, llm: 7; attach: 9; ddp, steps, compile, groups: 10; hosts: 5; torch: 15]",
     ),
 ]
 Symmetric = Annotated[bool, flag("--symmetric", "Only tensors in symmetric memory.")]
 Ordinary = Annotated[bool, flag("--ordinary", "Only ordinary tensors.")]
-Heap = Annotated[bool, flag("--heap", "Also ordinary tensors that lie in the shared heap (SYMCOMM_HEAP=1).")]
+Heap = Annotated[bool, flag("--heap", "Also with tensors in the shared heap (SYMCOMM_HEAP=1); of steps, too.")]
 Against = Annotated[
     str,
     option(
@@ -396,6 +398,7 @@ def bench(
       symcomm bench window --quick --against mpich,openmpi
       symcomm bench groups --ranks 4
       symcomm bench ddp
+      symcomm bench steps --heap
       symcomm bench compile --quick
       symcomm bench llm --ranks 2
       symcomm bench gpu
@@ -412,7 +415,9 @@ def bench(
         setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
     elif collective in OTHERS:
         shape = {"layers": layers, "width": width, "batch": batch}
-        asked = Asked(collective, ranks, rounds, iters, quick, pin, against, collectives, neighbours, python, shape)
+        asked = Asked(
+            collective, ranks, rounds, iters, quick, pin, against, collectives, neighbours, python, shape, heap
+        )
         workload = _module_of(collective).ask(asked)
         if collective not in WITHOUT_TORCH:
             need_torch(f"symcomm bench {collective}")

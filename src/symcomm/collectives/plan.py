@@ -159,6 +159,7 @@ class Plan:
     direct: list[Step] | None = None
     needs: Sequence[Need] = ()  # per rank; looked at only when there is a direct plan
     piece_bytes: int = 0  # of each tensor, when the input is a list that is one tensor if they lie one after another
+    apart: bool = False  # they may also lie apart: the direct part reads no two of a peer's in one step
     attach_bytes: int = 0  # of each piece that the direct part may read out of a peer's memory, not symmetric; 0: none
     attach_large: bool = True  # also for tensors that do not fit in the cache
 
@@ -172,6 +173,7 @@ class Plan:
             root=self.root, count=self.count, has_direct=self.direct is not None, n_head=len(parts[0]),
             n_staged=len(parts[1]), n_direct=len(parts[2]), n_places=len(coder.places), piece_bytes=self.piece_bytes,
             algorithm=ALGORITHMS.index(self.name), attach_bytes=self.attach_bytes, attach_large=self.attach_large,
+            apart=self.apart,
         )  # fmt: skip
         ints = array("q", [*head, *needs])
         for row in (*parts[0], *parts[1], *parts[2], *coder.places):

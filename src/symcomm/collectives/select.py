@@ -132,9 +132,10 @@ def sizes_of_hash(code: int) -> str:
 
 def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: Callable[..., Direct], *args: Any) -> None:
     """Peers read a symmetric tensor at its one address. A list of tensors of one size is one too, where they lie one
-    after another; the core finds out."""
+    after another, or has an address for each; the core finds out."""
     if nbytes >= limits.direct_bytes:
         plan.direct, plan.needs = direct(plan, *args)
+        plan.apart = plan.piece_bytes > 0 and direct in (direct_all_to_all, direct_reduce_scatter, direct_scatter)
 
 
 def _offer_attached(plan: Plan, sizes: Sequence[int], least: int, limits: Limits, large: bool) -> None:
@@ -145,7 +146,7 @@ def _offer_attached(plan: Plan, sizes: Sequence[int], least: int, limits: Limits
 
 
 def _are_even(plan: Plan, sizes: Sequence[int]) -> bool:
-    """Whether a list of inputs may be one tensor."""
+    """Whether a list of inputs may be one tensor. Ranks with a list and ranks with one tensor may meet."""
     plan.piece_bytes = sizes[0] if len(set(sizes)) == 1 else 0
     return plan.piece_bytes > 0
 
@@ -239,12 +240,12 @@ def reduce_scatter(
     foldable = len(set(counts)) == 1 and can_go_on(dtype, redop)
     if foldable and (grid := _nodes(plan, sum(pieces.sizes), limits, "node_scatter_bytes", True)) is not None:
         reduce_scatter_by_node(plan, pieces, limits, grid)
-        if not listed or _are_even(plan, pieces.sizes):
+        if _are_even(plan, pieces.sizes) or not listed:
             _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter_by_node, pieces, limits, grid)
         return plan
     streamed_reduce_scatter(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
-    if not listed or _are_even(plan, pieces.sizes):
+    if _are_even(plan, pieces.sizes) or not listed:
         _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter, pieces)
     return plan
 
@@ -312,7 +313,7 @@ def scatter(
         return _alone(plan, sum(pieces.sizes))
     streamed_scatter(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
-    if not listed or _are_even(plan, pieces.sizes):
+    if _are_even(plan, pieces.sizes) or not listed:
         _offer_direct(plan, max(pieces.sizes), limits, direct_scatter, pieces)
     _offer_attached(plan, pieces.sizes, limits.attach_scatter_bytes, limits, large=True)
     return plan
@@ -339,7 +340,7 @@ def all_to_all(
         return _alone(plan, in_bytes[0][0])
     streamed_all_to_all(plan, in_bytes, listed, limits)
     plan.why = _turns(max(map(max, in_bytes)) * (world - 1), limits)
-    if not listed or _are_even(plan, [n for row in in_bytes for n in row]):
+    if _are_even(plan, [n for row in in_bytes for n in row]) or not listed:
         _offer_direct(plan, max(map(sum, in_bytes)), limits, direct_all_to_all, in_bytes, listed)
     sizes = [n for row in in_bytes for n in row]
     _offer_attached(plan, sizes, limits.attach_bytes, limits, large=world <= limits.attach_large_ranks)

@@ -43,7 +43,9 @@ class CustomCall:
         plan = self._plan
         try:
             # What peers read is the first input, whose size ranks compare.
-            ready = dataclasses.replace(plan, collective=Collective.CUSTOM, count=self._count(), piece_bytes=0)
+            ready = dataclasses.replace(
+                plan, collective=Collective.CUSTOM, count=self._count(), piece_bytes=0, apart=False
+            )
             stage = native.plan_stage_bytes(native.make_plan(ready.encode()))
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             self._refuse("plan", str(error), "one that the core can run safely")

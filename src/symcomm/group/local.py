@@ -152,6 +152,9 @@ class LocalGroup(ProcessGroup):
     def call_stats(self) -> dict[str, dict[str, int]]:
         return self.handle.ways()
 
+    def copy_stats(self) -> dict[str, dict[str, int]]:
+        return self.handle.copies()
+
     def wait_stats(self) -> dict[str, int]:
         return dict(zip(("looked", "yielded", "slept"), self.handle.waits(), strict=False))
 

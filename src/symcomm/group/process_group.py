@@ -163,6 +163,14 @@ class ProcessGroup(GroupCalls, HookMethods):
         ``inline``: the calling thread ran it; ``queued``: the group's own did. See docs/how-to/process-group.md."""
 
     @abstractmethod
+    def copy_stats(self) -> dict[str, dict[str, int]]:
+        """How many collectives of this rank went directly between tensors, with how many bytes, and why others did not.
+
+        ``direct``: nothing was copied; ``attached``: read out of peers' ordinary memory. The others were copied through
+        staging areas: ``ordinary_here``, ``ordinary_there``: since a tensor of this rank, or only a peer's, is not
+        symmetric; ``no_plan``: since that is fastest for so few bytes. See docs/how-to/process-group.md."""
+
+    @abstractmethod
     def wait_stats(self) -> dict[str, int]:
         """How this rank's waits on the group ended that took more than about 10 us: while it kept its core and looked,
         while it offered the core to others, or after it had slept."""

@@ -376,6 +376,9 @@ class HierarchicalGroup(ProcessGroup):
     def call_stats(self) -> dict[str, dict[str, int]]:
         return self.local.call_stats()
 
+    def copy_stats(self) -> dict[str, dict[str, int]]:
+        return self.local.copy_stats()
+
     def wait_stats(self) -> dict[str, int]:
         return self.local.wait_stats()
 

@@ -242,9 +242,16 @@ class Arena:
 
     def allocate_sparse(self, nbytes: int, touched: int) -> int:
         """Like allocate, but only the first ``touched`` bytes get pages now, the rest when they are first used."""
-        self._check_room(touched)
         self._settle()
         with self._lock, self._alone():
+            if (offset := self._heap.take_kept(nbytes)) is not None:
+                self._idle = max(0, self._idle - self._heap.length_of(offset))
+        self._settle()
+        if offset is not None:
+            return offset
+        self._check_room(touched)
+        with self._lock, self._alone():
+            self._heap.merge_kept()
             offset = self._heap.allocate(nbytes)
             if offset is not None:
                 self._idle = max(0, self._idle - self._heap.length_of(offset))
@@ -323,9 +330,13 @@ class Arena:
             return
         if self._idle + length > KEEP_BYTES:
             native.set_pages(self.fd, offset, length, False)
+            self._heap.free(offset)
+            return
+        self._idle += length
+        if self.must_reserve:  # and a group's part may lack pages
+            self._heap.free(offset)
         else:
-            self._idle += length
-        self._heap.free(offset)
+            self._heap.keep(offset)
 
     def offset_of(self, address: int, nbytes: int) -> int:
         """The offset at which peers find what is at ``address`` here."""
@@ -340,6 +351,7 @@ class Arena:
         """Return the pages of all freed ranges to the kernel; returns how many bytes that were."""
         self._settle()
         with self._lock, self._alone():
+            self._heap.merge_kept()
             before = self.reserved_bytes
             for start, length in self._heap.free_ranges:
                 native.set_pages(self.fd, start, length, False)

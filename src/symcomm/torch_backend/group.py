@@ -364,6 +364,10 @@ class TorchGroup(PythonGroup):
         """Which path this rank's calls on CPU tensors took; see ``symcomm.ProcessGroup.call_stats``."""
         return self.core.call_stats()
 
+    def copy_stats(self) -> dict[str, dict[str, int]]:
+        """How its bytes went, and why some were copied; see ``symcomm.ProcessGroup.copy_stats``."""
+        return self.core.copy_stats()
+
     # --- devices and memory -----------------------------------------------------------------------------------
 
     def backends_by_device(self) -> dict[str, str]:

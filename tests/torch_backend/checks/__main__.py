@@ -21,6 +21,7 @@ from tests.torch_backend.checks import (
     autograd,
     collectives,
     devices,
+    fsdp,
     groups,
     leave,
     on_top,
@@ -29,7 +30,7 @@ from tests.torch_backend.checks import (
 )
 
 # importing them is what fills CHECKS
-assert all((at_once, autograd, collectives, devices, groups, on_top, ways, words))
+assert all((at_once, autograd, collectives, devices, fsdp, groups, on_top, ways, words))
 
 
 def _on_rank(rank: int, names: list[str], folder: str, out: int, checks: dict[str, Any]) -> None:

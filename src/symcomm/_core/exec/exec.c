@@ -31,10 +31,23 @@ struct run {
 
 static struct arrival *arrival_of(const struct run *x, int rank) { return &block_of(x->v, rank)->arrival[x->half]; }
 
-static char *peer_tensor(struct run *x, int rank, bool output) {
-    struct arrival *a = arrival_of(x, rank);
-    int64_t offset = atomic_load_explicit(output ? &a->out_offset : &a->in_offset, memory_order_relaxed);
-    return x->g->arena[rank] + offset;
+/* Where a rank that lends its tensors, or has a list of them, writes where they are: no rank stages anything then. */
+static _Atomic uint64_t *addresses_of(struct run *x, int rank) {
+    return (_Atomic uint64_t *)(void *)(stage_of(x->v, rank) + x->half * x->g->stage_bytes);
+}
+
+static char *peer_input(struct run *x, int rank, int64_t position) {
+    int64_t offset = atomic_load_explicit(&arrival_of(x, rank)->in_offset, memory_order_relaxed);
+    if (offset == IN_PIECES) {
+        int64_t piece = x->p->piece_bytes;
+        offset = (int64_t)atomic_load_explicit(&addresses_of(x, rank)[position / piece], memory_order_relaxed);
+        position %= piece;
+    }
+    return x->g->arena[rank] + offset + position;
+}
+
+static char *peer_output(struct run *x, int rank, int64_t position) {
+    return x->g->arena[rank] + atomic_load_explicit(&arrival_of(x, rank)->out_offset, memory_order_relaxed) + position;
 }
 
 static char *resolve(struct run *x, const struct plan_place *at, int64_t turn) {
@@ -43,19 +56,14 @@ static char *resolve(struct run *x, const struct plan_place *at, int64_t turn) {
     case SPACE_IN: return x->b->in[at->index] + position;
     case SPACE_OUT: return x->b->out[at->index] + position;
     case SPACE_STAGE: return stage_of(x->v, (int)at->index) + x->half * x->g->stage_bytes + position;
-    case SPACE_PEER_IN: return peer_tensor(x, (int)at->index, false) + position;
-    default: return peer_tensor(x, (int)at->index, true) + position;
+    case SPACE_PEER_IN: return peer_input(x, (int)at->index, position);
+    default: return peer_output(x, (int)at->index, position);
     }
 }
 
 /* Whether copies to a place use non-temporal stores. What is staged is read again soon. */
 static bool is_nontemporal(const struct run *x, int64_t place) {
     return x->nontemporal && x->p->places[place].space != SPACE_STAGE;
-}
-
-/* Where a rank that lends its tensors writes where they are: no rank stages anything then. */
-static _Atomic uint64_t *addresses_of(struct run *x, int rank) {
-    return (_Atomic uint64_t *)(void *)(stage_of(x->v, rank) + x->half * x->g->stage_bytes);
 }
 
 static bool is_remote(struct run *x, const struct plan_place *at) {
@@ -137,12 +145,26 @@ static int run_part(struct run *x, int part) {
     return STATUS_OK;
 }
 
-/* Of the input: one tensor, or a list of tensors that lie one after another. */
-static int64_t input_offset(struct group *g, const struct plan *p, const struct buffers *b) {
+/* Of a list of tensors that do not lie one after another; tells peers where each is. */
+static int64_t offset_of_pieces(struct run *x) {
+    const struct buffers *b = x->b;
+    int64_t offsets[MAX_WORLD];
+    if (!x->p->apart || b->n_in != x->g->world || x->p->stage_bytes < b->n_in * (int64_t)sizeof(uint64_t)) return -1;
+    for (int i = 0; i < b->n_in; i++)
+        if ((offsets[i] = symmetric_offset(x->g, b->in[i], x->p->piece_bytes)) < 0) return -1;
+    for (int i = 0; i < b->n_in; i++)
+        atomic_store_explicit(&addresses_of(x, x->g->rank)[i], (uint64_t)offsets[i], memory_order_relaxed);
+    return IN_PIECES;
+}
+
+/* Of the input: one tensor, or a list of tensors. */
+static int64_t input_offset(struct run *x) {
+    const struct plan *p = x->p;
+    const struct buffers *b = x->b;
     if (b->n_in < 1 || (b->n_in > 1 && p->piece_bytes <= 0)) return -1;
     for (int i = 1; i < b->n_in; i++)
-        if (b->in[i] != b->in[0] + i * p->piece_bytes) return -1;
-    return symmetric_offset(g, b->in[0], b->n_in > 1 ? b->n_in * p->piece_bytes : p->in_bytes);
+        if (b->in[i] != b->in[0] + i * p->piece_bytes) return offset_of_pieces(x);
+    return symmetric_offset(x->g, b->in[0], b->n_in > 1 ? b->n_in * p->piece_bytes : p->in_bytes);
 }
 
 static bool satisfies(int64_t needs, int64_t in_offset, int64_t out_offset) {
@@ -244,12 +266,37 @@ static void check_arrivals(struct run *x, bool *direct, bool *skipped) {
     x->attached = attached && !symmetric;
 }
 
+static enum copies way_of_bytes(struct run *x, bool direct) {
+    if (direct) return x->attached ? COPIES_ATTACHED : COPIES_DIRECT;
+    if (!x->p->has_direct) return COPIES_NO_PLAN;
+    struct arrival *mine = arrival_of(x, x->g->rank);
+    bool here = satisfies(x->p->needs[x->g->rank], atomic_load_explicit(&mine->in_offset, memory_order_relaxed),
+                          atomic_load_explicit(&mine->out_offset, memory_order_relaxed));
+    return here ? COPIES_ORDINARY_THERE : COPIES_ORDINARY_HERE;
+}
+
+static void note_copies(struct run *x, bool direct) {
+    static const uint8_t paths[COPIES_KINDS] = {
+        [COPIES_DIRECT] = FLIGHT_DIRECT,
+        [COPIES_ATTACHED] = FLIGHT_ATTACHED,
+        [COPIES_ORDINARY_HERE] = FLIGHT_ORDINARY_HERE,
+        [COPIES_ORDINARY_THERE] = FLIGHT_ORDINARY_THERE,
+    };
+    enum copies how = way_of_bytes(x, direct);
+    struct copy_counts *n = &x->g->copies[how];
+    uint64_t calls = atomic_load_explicit(&n->calls, memory_order_relaxed) + 1;
+    uint64_t bytes = atomic_load_explicit(&n->bytes, memory_order_relaxed) + x->p->told_bytes;
+    atomic_store_explicit(&n->calls, calls, memory_order_relaxed);
+    atomic_store_explicit(&n->bytes, bytes, memory_order_relaxed);
+    if (how != COPIES_NO_PLAN) flight_add_path(x->g->recording, paths[how]);
+}
+
 static int run_body(struct run *x, bool skipped_head) {
     bool direct, someone_skipped;
     int status;
     check_arrivals(x, &direct, &someone_skipped);
+    note_copies(x, direct);
     if (direct) {
-        flight_add_path(x->g->recording, x->attached ? FLIGHT_ATTACHED : FLIGHT_DIRECT);
         /* Its owner has it back. */
         if (x->p->writes_outputs && sync_is_void(x->v, x->g->seq)) return sync_aborted(x->v);
         return run_part(x, PLAN_DIRECT);
@@ -291,7 +338,7 @@ static int run_whole(struct run *x) {
     const struct plan *p = x->p;
     int status;
     if (has_given_up(g)) return sync_fail(x->v, STATUS_TIMEOUT, g->rank); /* before its turn came */
-    int64_t in_offset = input_offset(g, p, x->b);
+    int64_t in_offset = input_offset(x);
     if (x->b->n_out == 1) x->out_offset = symmetric_offset(g, x->b->out[0], p->out_bytes);
     bool attached = attach(x, in_offset);
     bool skip_head =

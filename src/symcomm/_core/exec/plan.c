@@ -110,6 +110,24 @@ static const char *check_part(struct plan *p, int part, int64_t n_places) {
     return NULL;
 }
 
+static const char *check_apart(const struct plan *p) {
+    if (p->piece_bytes <= 0 || !p->has_direct) return "pieces of no list";
+    for (int64_t i = 0; i < p->n_steps[PLAN_DIRECT]; i++) {
+        const struct plan_step *s = &p->steps[PLAN_DIRECT][i];
+        if (s->op == OP_LOOP) return "loops over pieces";
+        if (s->op != OP_COPY && s->op != OP_REDUCE) continue;
+        for (int64_t k = 0; k < s->n_dst; k++)
+            if (p->places[s->dst + k].space == SPACE_STAGE) return "stages where the places of pieces are";
+        for (int64_t k = 0; k < s->n_src; k++) {
+            const struct plan_place *at = &p->places[s->src + k];
+            if (at->space == SPACE_PEER_IN &&
+                (at->offset / p->piece_bytes >= p->world || at->offset % p->piece_bytes + s->nbytes > p->piece_bytes))
+                return "reads across pieces";
+        }
+    }
+    return NULL;
+}
+
 /* Peers' inputs are only copied, a piece at a time, and the addresses of the pieces find room. */
 static const char *check_attached(const struct plan *p) {
     if (p->attach_bytes < 0 || !p->has_direct || p->writes_outputs)
@@ -133,8 +151,11 @@ static const char *check(struct plan *p, int64_t n_words) {
     int64_t n_places = h->n_places, total = 0;
     p->piece_bytes = h->piece_bytes, p->algorithm = h->algorithm;
     p->attach_bytes = h->attach_bytes, p->attach_large = h->attach_large != 0;
+    p->apart = h->apart != 0;
     if (p->world < 1 || p->world > MAX_WORLD || p->rank < 0 || p->rank >= p->world) return "bad world";
     if (p->dtype < 0 || p->dtype >= DT_COUNT || p->redop < 0 || p->redop >= RED_COUNT) return "bad type";
+    int64_t elements = p->count & (p->count & COUNT_HAS_HASH ? 0xffffffff : ~COUNT_FLAGS);
+    p->told_bytes = (uint64_t)elements * symcomm_itemsize[p->dtype];
     p->is_short = p->count <= SHORT_BYTES / (int64_t)symcomm_itemsize[p->dtype];
     if (n_places < 0 || n_places > n_words) return "bad place count";
     const int64_t n_steps[PLAN_PARTS] = {
@@ -160,7 +181,8 @@ static const char *check(struct plan *p, int64_t n_words) {
         for (int64_t i = 0; i < p->n_steps[part]; i++) reduces |= p->steps[part][i].op == OP_REDUCE;
     }
     if (reduces) p->copied_bytes = 0;
-    return p->attach_bytes ? check_attached(p) : NULL;
+    const char *why = p->attach_bytes ? check_attached(p) : NULL;
+    return !why && p->apart ? check_apart(p) : why;
 }
 
 struct plan *plan_load(const void *bytes, size_t size, const char **why) {

@@ -13,6 +13,10 @@ enum plan_space { SPACE_IN, SPACE_OUT, SPACE_STAGE, SPACE_PEER_IN, SPACE_PEER_OU
 enum plan_need { NEED_INPUT = 1, NEED_OUTPUT = 2 };
 enum { PLAN_HEAD, PLAN_STAGED, PLAN_DIRECT, PLAN_PARTS };
 
+/* What a count may hold besides the elements: see elements_of() of collectives/select.py. */
+#define COUNT_HAS_HASH ((int64_t)1 << 62)
+#define COUNT_FLAGS ((int64_t)3 << 60)
+
 #define PLAN_SIGNAL_BITS 24 /* progress = seq << 24 | signal */
 #define PLAN_MIXED_SIGNAL 1 /* the extra synchronisation when some rank skipped its head */
 
@@ -21,7 +25,8 @@ enum { PLAN_HEAD, PLAN_STAGED, PLAN_DIRECT, PLAN_PARTS };
 /* clang-format off */
 #define PLAN_HEADER_FIELDS(F) \
     F(world) F(rank) F(collective) F(dtype) F(redop) F(root) F(count) F(has_direct) F(n_head) F(n_staged) F(n_direct) \
-    F(n_places) F(piece_bytes) F(algorithm) F(attach_bytes) F(attach_large)
+    F(n_places) F(piece_bytes) F(algorithm) F(attach_bytes) F(attach_large) \
+    F(apart)
 #define PLAN_STEP_FIELDS(F) \
     F(op) F(dst) F(n_dst) F(src) F(n_src) F(nbytes) F(last) F(value) F(value_stride) F(who) F(turns) F(body)
 #define PLAN_PLACE_FIELDS(F) F(space) F(index) F(offset) F(stride) F(mod) F(phase)
@@ -50,8 +55,10 @@ struct plan {
     int64_t in_bytes, out_bytes; /* of the first of each */
     /* Of each input of a list that is one tensor where they lie one after another; 0: never. */
     int64_t piece_bytes;
+    bool apart;            /* they may lie anywhere: the direct part reads each by itself, and stages nothing */
     int64_t algorithm;     /* a number in ALGORITHMS of plan.py, for the flight recorder */
     uint64_t copied_bytes; /* into outputs by this rank, in the part where that is most; 0: it reduces */
+    uint64_t told_bytes;   /* that its count stands for, as people see them */
     bool is_short;         /* SHORT_BYTES at most */
     int64_t stage_bytes;   /* how far the plan reaches into a staging half */
     int64_t n_steps[PLAN_PARTS];

@@ -13,11 +13,15 @@
 #define VOTE_BYTES 768    /* of its vote: two sets of MAX_WORLD ranks, and where its part of a new group lies */
 #define MAX_WORLD 1024    /* ranks of a group; also places in a step of a plan */
 
+#define IN_PIECES INT64_MAX
+
 struct arrival { /* one cache line: the flag and all that others must know */
     _Atomic uint64_t seq;
     _Atomic uint64_t signature; /* collective, dtype, operation, root */
     _Atomic uint64_t count;
-    _Atomic int64_t in_offset; /* of my tensors in my arena; -1: not symmetric */
+    /* Of my tensors in my arena; -1: not symmetric. IN_PIECES: the input is a list of symmetric tensors, whose offsets
+     * are where a rank that lends ordinary ones writes their addresses. */
+    _Atomic int64_t in_offset;
     _Atomic int64_t out_offset;
     _Atomic uint64_t left; /* seq, once the owner writes no more into peers' tensors; kept where plans do that */
     /* 1: my tensors that the plan needs can be read, and I can read those that it needs of others. */

@@ -17,6 +17,21 @@ struct ways {
     _Atomic uint64_t by_waiter[2]; /* of the queued ones: run by who waited for them. Counted without that lock */
 };
 
+/* How the bytes of collectives went, and if they were copied through staging areas: why. */
+enum copies {
+    COPIES_NO_PLAN, /* nothing else would be faster for so many bytes, or there is nothing else */
+    COPIES_DIRECT,
+    COPIES_ATTACHED, /* read out of a peer's ordinary memory */
+    COPIES_ORDINARY_HERE,
+    COPIES_ORDINARY_THERE, /* this rank's tensors are symmetric, but a peer's are not */
+    COPIES_KINDS
+};
+
+/* Only the thread that runs a collective counts, and there is one at a time. */
+struct copy_counts {
+    _Atomic uint64_t calls, bytes;
+};
+
 /* Waits that were not over within the first looks, by how they ended. */
 struct wait_counts {
     _Atomic uint64_t looked;  /* while the rank kept its core and went on looking */
@@ -61,6 +76,7 @@ struct group {
     _Atomic(struct refusals *) refusals;     /* the last that peers told of, see exec/refusal.c; NULL: none yet */
     struct worker *_Atomic worker;           /* runs asynchronous operations, see exec/async.c; NULL until first used */
     struct ways collectives, messages, puts; /* statistics */
+    struct copy_counts copies[COPIES_KINDS];
 };
 
 /* How often a wait that begins now looks first. Several threads of a rank may wait at once, for messages. */

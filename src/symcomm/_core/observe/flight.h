@@ -14,6 +14,8 @@ enum flight_path {
     FLIGHT_MESSAGE,
     FLIGHT_ATTACHED,
     FLIGHT_ATTACHED_MESSAGE = FLIGHT_MESSAGE | 4,
+    FLIGHT_ORDINARY_HERE = 8, /* staged for want of symmetric tensors: this rank's, or only a peer's */
+    FLIGHT_ORDINARY_THERE,
     FLIGHT_PATHS = 0x0f
 };
 enum flight_way {

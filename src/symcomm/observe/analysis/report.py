@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from symcomm.errors import format_seconds
+from symcomm.memory.limits import format_bytes
 from symcomm.observe.analysis.stragglers import stragglers
 from symcomm.observe.analysis.verdict import Verdict, judge, plain
 from symcomm.observe.recorder.records import Operation
@@ -14,6 +15,13 @@ from symcomm.observe.recorder.stacks import short_site, where
 from symcomm.observe.recorder.trace import RankTrace, Trace
 
 DETAIL_FRAMES = 12
+COPIES = {
+    "direct": "directly, nothing copied",
+    "attached": "read out of peers' ordinary memory",
+    "ordinary_here": "copied: own tensor is ordinary",
+    "ordinary_there": "copied: a peer's tensor is ordinary",
+    "no_plan": "copied: too few for another way",
+}
 BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -44,6 +52,17 @@ def count_paths(trace: Trace) -> dict[str, dict[str, int]]:
     return dict(sorted(found.items()))
 
 
+def count_copies(trace: Trace) -> dict[tuple[str, str], tuple[int, int]]:
+    """(Group, how its bytes went) -> calls and bytes, on all ranks."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for operations in trace.operations().values():
+        for op in operations:
+            if op.copies:
+                calls, nbytes = found.get((op.group, op.copies), (0, 0))
+                found[op.group, op.copies] = (calls + 1, nbytes + op.nbytes)
+    return dict(sorted(found.items()))
+
+
 def as_data(trace: Trace) -> dict[str, Any]:
     verdict = judge(trace)
     return {
@@ -54,6 +73,10 @@ def as_data(trace: Trace) -> dict[str, Any]:
             for group, rank, op in last_operations(trace)
         ],
         "ways": [{"group": group, **counts} for group, counts in count_paths(trace).items()],
+        "copies": [
+            {"group": group, "copies": how, "calls": calls, "bytes": nbytes}
+            for (group, how), (calls, nbytes) in count_copies(trace).items()
+        ],
         "stragglers": [asdict(row) for row in stragglers(trace)],
         "ranks": {str(rank): one.to_dict() for rank, one in sorted(trace.ranks.items())},
     }
@@ -63,7 +86,7 @@ def as_text(trace: Trace, verdict: Verdict | None = None, *, paths: bool = False
     """``paths``: also which way the recorded calls took."""
     verdict = verdict or judge(trace)
     parts = [verdict.sentence, "\n".join(f"note: {problem}" for problem in trace.problems), _table(trace)]
-    parts += [_ways(trace) if paths else "", _stragglers(trace), _details(trace, verdict)]
+    parts += [_ways(trace) if paths else "", _copies(trace), _stragglers(trace), _details(trace, verdict)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -97,6 +120,14 @@ def _ways(trace: Trace) -> str:
     rows = [[group, *map(str, counts.values())] for group, counts in count_paths(trace).items()]
     header = ["group", "fast path", "through Python", "caller's thread", "group's thread"]
     return "How the recorded calls were made:\n" + columns(header, rows) if rows else ""
+
+
+def _copies(trace: Trace) -> str:
+    rows = [
+        [group, COPIES[how], str(calls), format_bytes(nbytes)]
+        for (group, how), (calls, nbytes) in count_copies(trace).items()
+    ]
+    return "How their bytes went:\n" + columns(["group", "", "calls", "bytes"], rows) if rows else ""
 
 
 def _stragglers(trace: Trace) -> str:

@@ -14,6 +14,10 @@ from symcomm.types import ITEMSIZE, DType, RedOpType
 
 DIRECT, ATTACHED = native.FLIGHT_DIRECT, native.FLIGHT_ATTACHED
 MESSAGE, ATTACHED_MESSAGE = native.FLIGHT_MESSAGE, native.FLIGHT_ATTACHED_MESSAGE
+COPIES = {
+    DIRECT: "direct", ATTACHED: "attached", ATTACHED_MESSAGE: "attached",
+    native.FLIGHT_ORDINARY_HERE: "ordinary_here", native.FLIGHT_ORDINARY_THERE: "ordinary_there",
+}  # fmt: skip
 OTHER_PLANS = {DIRECT: "direct", ATTACHED: "attached", ATTACHED_MESSAGE: "attached"}
 LONG, QUEUED = native.FLIGHT_SLOW_PATH, native.FLIGHT_QUEUED
 
@@ -43,6 +47,7 @@ class Operation:
     exact_site: bool  # False: that of the first call of this kind
     way: str = ""  # "short": the core alone; "long": through Python; "": not known
     thread: str = ""  # "inline": the caller's; "queued": the group's own
+    copies: str = ""  # how its bytes went, as ProcessGroup.copy_stats names it; "": of a message through the channel
 
     @property
     def is_message(self) -> bool:
@@ -148,6 +153,7 @@ def as_operation(entry: FlightEntry) -> Operation:
         site=entry.site,
         exact_site=entry.exact_site,
         way="long" if entry.way & LONG else "short",
+        copies=COPIES.get(entry.path, "" if message else "no_plan"),
         thread="queued" if entry.way & QUEUED else "inline",
     )
 

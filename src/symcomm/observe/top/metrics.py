@@ -76,6 +76,8 @@ class Meter:
         )
         ways = (*kind, "way", "thread")
         self._ways = _Children(calls=Counter("symcomm_calls", "Operations that ended, by the path they took.", ways))
+        copies = Counter("symcomm_path_bytes", "Bytes by how they went, and why copied.", (*kind, "copies"))
+        self._copies = _Children(bytes=copies)
         self._failures = Counter("symcomm_failures", "Operations that failed.", (*kind, "state"))
         self.arena = Gauge("symcomm_arena_bytes", "Memory the rank's arena takes.", rank)
         self._ranks = _Children(
@@ -116,6 +118,7 @@ class Meter:
         kind.bytes.inc(operation.nbytes)
         kind.waited.inc(operation.waited_us / 1e6)
         self._ways(operation.call, operation.group, operation.way, operation.thread).calls.inc()
+        self._copies(operation.call, operation.group, operation.copies).bytes.inc(operation.nbytes)
         if operation.state == "completed":
             kind.latency.observe(max(0, operation.finished_ns - operation.created_ns) / 1e9)
         else:

@@ -97,6 +97,7 @@ class SimulatedFeed(Feed):
             op=op, root=0 if call == "broadcast" else None, count=count, nbytes=count * ITEM[dtype], created_ns=0,
             finished_ns=0, waited_us=0, state="completed", plan="streamed" if count > 1 << 16 else "one-shot",
             zero_copy=count > 1 << 20, site=site, exact_site=True, way="short", thread="inline",
+            copies="direct" if count > 1 << 20 else "no_plan",
         )  # fmt: skip
         operations = [_copy(base, r, starts[r], ends[r], last, bool(missing)) for r in self._members]
         self._seq += 1

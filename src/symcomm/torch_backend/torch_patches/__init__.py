@@ -23,8 +23,8 @@ when the first group is made
     flight_recorder_dumps.py  torch's dumps show our operations
     health_check_hook.py      torch's health check also attaches ours
     cpp_hooks.py              groups notice that a hook of C++ was attached
-    when_imported.py          the compiler's modules, once they are imported: make_fx.py, comm_debug_mode.py,
-                              dynamo_rules.py and our lowerings (symcomm.compile)
+    when_imported.py          modules of the compiler and of FSDP2, once they are imported: make_fx.py,
+                              comm_debug_mode.py, dynamo_rules.py, fsdp_buffers.py and our lowerings (symcomm.compile)
 
 method_swap.py, patch.py and ``symcomm.undo`` are tools that these use. ``symm_mem/install.py`` and
 ``compile/install.py`` change torch in the same way, when they are asked to. This package is loaded while torch is being

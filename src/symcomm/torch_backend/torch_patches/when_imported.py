@@ -1,13 +1,14 @@
-"""What: a finder at the front of ``sys.meta_path`` waits for some of the compiler's modules. It asks the other
-finders for them, and applies further patches after a module's own code has run:
+"""What: a finder at the front of ``sys.meta_path`` waits for some of torch's modules. It asks the other finders for
+them, and applies further patches after a module's own code has run:
 
 * make_fx.py: calls of our groups become nodes of graphs. comm_debug_mode.py: CommDebugMode counts them.
 * dynamo_rules.py: Dynamo leaves our own code alone.
 * Inductor gets our lowerings, from ``symcomm.compile``.
+* fsdp_buffers.py: FSDP2's buffers are symmetric.
 * Where Gloo is replaced, two modules that treat its name apart see ours.
 * Inductor can allocate comm buffers on the CPU, while ``torch.ops.symm_mem`` takes CPU tensors.
 
-Why: once something is compiled, torch's compiler must know of us; until then it is not even loaded.
+Why: once something is compiled, torch's compiler must know of us; until then it is not even loaded. So with FSDP2.
 Versions: all.
 Undo: the finder is gone, and so are those patches.
 """
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from symcomm.torch_backend.torch_patches import dynamo_rules
+from symcomm.torch_backend.torch_patches import dynamo_rules, fsdp_buffers
 from symcomm.undo import Undo
 
 _installer = "symcomm.compile.install"  # above this layer, so they are loaded by name
@@ -67,21 +68,22 @@ _THEN: dict[str, Callable[[Any], Undo]] = {
     "torch.distributed.tensor.debug._comm_mode": _count,
     "torch._dynamo.trace_rules": dynamo_rules.apply,
     "torch._inductor.compile_fx": _install,
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": fsdp_buffers.apply,
     _ALLOCATES: _allocate,
     "torch.distributed.nn.functional": _tell_own_name,
     "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": _tell_own_name,
 }
-_COMPILER = (
+_WITH_GROUPS = (
     "torch.fx.experimental.proxy_tensor", "torch.distributed.tensor.debug._comm_mode", "torch._dynamo.trace_rules",
-    "torch._inductor.compile_fx",
+    "torch._inductor.compile_fx", "torch.distributed.fsdp._fully_shard._fsdp_param_group",
 )  # fmt: skip
 _wanted: set[str] = set()
 _done: dict[str, Undo] = {}
 
 
 def apply() -> Undo:
-    """Patch the compiler now if it is loaded, else when it will be."""
-    return watch(_COMPILER)
+    """Patch what works with groups now if it is loaded, else when it will be."""
+    return watch(_WITH_GROUPS)
 
 
 def watch(names: Iterable[str]) -> Undo:
