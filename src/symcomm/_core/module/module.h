@@ -20,8 +20,21 @@ struct constant {
 };
 #define CONSTANT(NAME) {#NAME, NAME}
 
-/* What a part has, either of them or NULL: returns 0, or -1 with an exception set. */
+/* Adds what a part has, either of them or NULL: returns 0, or -1 with an exception set. */
 int symcomm_add_part(PyObject *module, PyMethodDef *methods, const struct constant *constants);
+
+/* Keeps `object` in a variable, instead of what was there. */
+static inline void replace_kept(PyObject **variable, PyObject *object) {
+    PyObject *before = *variable;
+    *variable = Py_NewRef(object);
+    Py_XDECREF(before);
+}
+
+/* Adds a new object to a list. If either is NULL, or there is no memory, the list becomes NULL. */
+static inline void append_new(PyObject **list, PyObject *object) {
+    if (*list && (object == NULL || PyList_Append(*list, object) < 0)) Py_CLEAR(*list);
+    Py_XDECREF(object);
+}
 
 /* The parts of the module, in the order in which they are added; symcomm_add_NAME() adds one, each in a file of its
  * own. Returns 0, or -1 with an exception set. */

@@ -1,4 +1,4 @@
-/* What Python is told of a group: where its ranks are, which way calls took, and how waits ended. */
+/* Reports on a group for Python: where its ranks are, which path calls took, and how waits ended. */
 #include "group/group_module.h"
 #include "module/module.h"
 #include "observe/flight.h"
@@ -9,7 +9,7 @@ struct rank_facts {
     int gone, message;
 };
 
-/* As the group was at one moment. */
+/* The group at one moment. */
 struct group_facts {
     uint64_t cause, abort_seq, seq;
     struct rank_facts ranks[];
@@ -29,8 +29,8 @@ static struct rank_facts look_at(const struct visit *v, int r) {
     };
 }
 
-/* Of a group that was left: that every rank has left it, or died. Apart from what makes Python objects, which may run
- * finalizers: whoever leaves would wait for those. */
+/* A group that was left looks as if every rank had left it, or died. No Python objects are made during the visit: that
+ * may run finalizers, and a rank that leaves would wait for these. */
 static void look_at_all(struct group *g, struct group_facts *facts) {
     struct visit visit;
     visit_begin(&visit, g);
@@ -53,11 +53,7 @@ static PyObject *report(PyObject *self, PyObject *Py_UNUSED(none)) {
     if (facts == NULL) return PyErr_NoMemory();
     look_at_all(g, facts);
     PyObject *ranks = PyList_New(0);
-    for (int r = 0; ranks && r < g->world; r++) {
-        PyObject *one = rank_report(r, &facts->ranks[r]);
-        if (one == NULL || PyList_Append(ranks, one) < 0) Py_CLEAR(ranks);
-        Py_XDECREF(one);
-    }
+    for (int r = 0; ranks && r < g->world; r++) append_new(&ranks, rank_report(r, &facts->ranks[r]));
     uint64_t cause = facts->cause, abort_seq = facts->abort_seq, seq = facts->seq;
     PyMem_Free(facts);
     if (ranks == NULL) return NULL;

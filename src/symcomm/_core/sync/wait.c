@@ -49,7 +49,7 @@ static int why_stop(struct wait *w, int *culprit) {
     return STATUS_TIMEOUT;
 }
 
-/* Whether a signal handler raised. Where no peer can die, slices are longer. */
+/* Sleeps for a slice; returns whether a signal handler raised. If no peer can die, slices are longer. */
 static bool sleep_slice(struct wait *w, uint32_t seen) {
     bool alone = w->kind->find_gone == NULL;
     int64_t slice = alone ? SLICE_NS * ASK_EVERY : SLICE_NS;
@@ -60,7 +60,7 @@ static bool sleep_slice(struct wait *w, uint32_t seen) {
     return is_interrupted(signalled || alone);
 }
 
-/* Looks again after every reason to stop: whoever gave the group up, or is gone, may have done its part before. */
+/* Looks again after every reason to stop: a rank that gave up, or is gone, may have done its part before. */
 static int sleep_until_over(struct wait *w) {
     const struct wait_kind *k = w->kind;
     for (;;) {
@@ -83,7 +83,7 @@ static int go_to_sleep(struct wait *w) {
 
 /* --- looking ------------------------------------------------------------------------------------------------------ */
 
-/* Until it is over, which it says, or there is no point in looking any more. */
+/* Looks until the wait is over (true), or there is no point in looking any more (false). */
 static bool look_on(struct wait *w, struct backoff *b) {
     const void *word;
     bool watched;
