@@ -22,7 +22,7 @@ BOTH = Need.INPUT | Need.OUTPUT
 
 
 def combine(sources: Sequence[Any]) -> Any:
-    """Not commutative, so that the order of the sources shows."""
+    """Combine in a way that is not commutative, so that the order of the sources shows."""
     result = sources[0]
     for source in sources[1:]:
         result = result * 31 + source
