@@ -202,7 +202,7 @@ def test_compiled_autograd(group, in_graph: bool):
 
 
 def finalized_by_hand(module, group) -> list:
-    """What a reducer whose caller finalizes does, step by step; errors by their kind."""
+    """Each step of a reducer whose caller finalizes; of errors, their kind."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     params = list(model.parameters())
@@ -269,7 +269,7 @@ def test_hooks_go_with_the_reducer(group):
 
 
 def test_parameters_of_a_bare_layer_have_no_leading_dot(group, monkeypatch):
-    """torch's DistributedDataParallel names them ".weight"; every sentence of ours says "weight"."""
+    """torch's DistributedDataParallel calls it ".weight"; our messages say "weight"."""
     monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.INFO)
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     names = {0: ".weight", 1: ".bias"}

@@ -1,4 +1,4 @@
-"""Our engine in torch's clothes (TorchGroup) beside Gloo: overloads, keywords, works, hooks, merged groups."""
+"""Our engine under torch's interface (TorchGroup) beside Gloo: overloads, keywords, works, hooks, merged groups."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_hook_on_the_engine():
     blocking.asyncOp = False
     engine.broadcast([torch.ones(1)], blocking)
     engine._wait_for_pending_works()
-    assert until(lambda: len(told) == 2, 20)  # whoever first sees an operation's end runs its hooks
+    assert until(lambda: len(told) == 2, 20)  # the first thread that sees an operation's end runs its hooks
     assert sorted(info.op_type.name for info in told) == ["ALLREDUCE", "BROADCAST"]
     assert all(ours.OpType[info.op_type.name] == info.op_type for info in told)
     assert all(info.active_duration == info.time_finished - info.time_started for info in told)

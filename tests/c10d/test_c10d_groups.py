@@ -301,25 +301,22 @@ def every_collective(group, module) -> list:
     def new(*values):
         return torch.tensor([float(v) for v in values])
 
-    a = new(rank, 10)
-    run("allreduce", [a], see=a)
-    a = new(rank, 10)
-    run("allreduce", [a], options, see=a)
-    a = new(rank, 10)
-    run("allreduce", a, module.ReduceOp.MAX, see=a)
-    a = new(rank, 10)
-    run("allreduce", a, op=module.ReduceOp.PRODUCT, timeout=timedelta(seconds=20), see=a)
-    a = new(rank, 10)
-    run("broadcast", a, 1, see=a)
-    a = new(rank, 10)
-    run("broadcast", a, root=1, see=a)
-    a = new(rank, 10)
-    run("broadcast", a, 1, timedelta(seconds=20), see=a)
-    a = new(rank, 10)
-    run("reduce", a, 0, module.ReduceOp.MAX, timedelta(seconds=20), see=a if rank == 0 else 0)
+    def in_place(call, *args, listed=False, seen_here=True, **named):
+        a = new(rank, 10)
+        run(call, [a] if listed else a, *args, see=a if seen_here else 0, **named)
+
+    soon = timedelta(seconds=20)
+    in_place("allreduce", listed=True)
+    in_place("allreduce", options, listed=True)
+    in_place("allreduce", module.ReduceOp.MAX)
+    in_place("allreduce", op=module.ReduceOp.PRODUCT, timeout=soon)
+    in_place("broadcast", 1)
+    in_place("broadcast", root=1)
+    in_place("broadcast", 1, soon)
+    in_place("reduce", 0, module.ReduceOp.MAX, soon, seen_here=rank == 0)
     o = [new(0, 0), new(0, 0)]
     run("allgather", [o], [new(rank, 5)], see=o)
-    run("allgather", o, new(rank, 6), timedelta(seconds=20), see=o)
+    run("allgather", o, new(rank, 6), soon, see=o)
     o = new(0, 0, 0, 0)
     run("_allgather_base", o, new(rank, 7), see=o)
     o = new(0)
@@ -329,10 +326,10 @@ def every_collective(group, module) -> list:
     run("scatter", [o], [[new(1), new(2)]] if rank == 0 else [], see=o)
     run("scatter", o, [new(3), new(4)] if rank == 1 else [], 1, see=o)
     o = [new(0), new(0)] if rank == 1 else []
-    run("gather", o, new(rank), 1, timedelta(seconds=20), see=o)
+    run("gather", o, new(rank), 1, soon, see=o)
     o = new(0, 0)
     run("alltoall_base", o, new(rank, 9), [], [], see=o)
-    run("alltoall_base", o, new(rank, 9), [1, 1], [1, 1], timedelta(seconds=20), see=o)
+    run("alltoall_base", o, new(rank, 9), [1, 1], [1, 1], soon, see=o)
     run("barrier", see=0)
     a = new(rank)
     if rank == 0:
@@ -399,7 +396,7 @@ def test_completion_hook_and_split_and_merge():
         group._register_on_completion_hook(told.append)
         group.allreduce(torch.ones(1)).wait()
         group.barrier().wait()
-        assert until(lambda: len(told) == 2, 20)  # whoever first sees an operation's end runs its hooks
+        assert until(lambda: len(told) == 2, 20)  # the first thread that sees an operation's end runs its hooks
         told.sort(key=lambda info: info.seq)
         alone = group.split_group([rank] if rank == 0 else [0], group_name="first", group_desc="alone")
         facts = (
@@ -450,7 +447,7 @@ def test_sequence_numbers_and_names():
 
 @pytest.mark.parametrize("backend", ["ours", "gloo"])
 def test_hooks_of_a_group_see_its_calls(backend: str):
-    """Whoever carries them."""
+    """It does not matter which backend runs them."""
     group = ours.ProcessGroup(ours.HashStore(), 0, 1)
     if backend == "gloo":
         gloo = theirs.ProcessGroupGloo(theirs.HashStore(), 0, 1)

@@ -29,7 +29,7 @@ SOON = timedelta(seconds=20)
 
 
 class Dict(ours.Store):
-    """Somebody's own store."""
+    """A store that a user wrote in Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def world(request):
 
 @pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG"])
 def test_torchs_functions_take_our_operations(op: str, world):
-    """The same comes out, or the same is refused, as with PyTorch's own."""
+    """The result, or the refusal, is the same as with PyTorch's own."""
 
     def attempt(given) -> list:
         seen = []

@@ -1,7 +1,7 @@
-"""Every name of PyTorch's binding is in symcomm.c10d: of the one that is installed, and of the newest.
+"""symcomm.c10d has every name of PyTorch's binding, of the installed version and of the newest.
 
-c10d_names.json has the names of torch 2.15.0 (built for CUDA) and the members of its classes, but for those of vendors'
-backends: written by ``dir()``, one name a line.
+c10d_names.json lists what ``dir()`` gives in torch 2.15.0 (built for CUDA): its names and the members of its classes,
+without those of vendors' backends, one name a line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_members_are_there(name: str):
 
 
 def test_nothing_is_just_pytorchs_unless_it_is_said():
-    """Classes of PyTorch's that we pass on are its engines; functions are those of the shared registries."""
+    """We pass on PyTorch's classes of engines and its functions of the shared registries."""
     from symcomm.c10d.registry import SHARED
     from symcomm.c10d.vendors import FUNCTIONS, GROUPS
 

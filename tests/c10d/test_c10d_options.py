@@ -92,7 +92,7 @@ def test_names_in_bytes():
 
 @pytest.mark.parametrize("seconds", ["float('nan')", "float('inf')", "1e300", "-1e300"])
 def test_a_time_that_nothing_can_hold_is_refused(seconds: str):
-    """(PyTorch's makes another time of it.)"""
+    """(PyTorch turns it into another time.)"""
     for change in ("o = m.BroadcastOptions()\no.timeout = X\n0", "m.Work().wait(X)", "m.FakeWork().wait(X)"):
         kind, error = outcome(change.replace("X", seconds), ours)
         assert kind == "raised" and isinstance(error, BadArgumentError) and "a time that a timedelta" in str(error)
@@ -185,7 +185,7 @@ def test_reduce_op(expression: str):
 )
 @pytest.mark.parametrize("made", ["R(R.SUM)", "R.__new__(R)"])
 def test_the_state_of_a_reduce_op(made: str, state: str):
-    """What was made stays what it is."""
+    """__setstate__ of an object that was already made."""
     same(f"o = {made}\no.__setstate__({state})\no.__getstate__()")
 
 

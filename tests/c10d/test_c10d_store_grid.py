@@ -1,6 +1,6 @@
-"""Every method of every store with odd arguments, on PyTorch's and on ours: the same value, or an exception that a
-program which catches PyTorch's catches too. What differs on purpose is in DIFFERENT, with the reason; each of those
-must differ."""
+"""Calls every method of every store with odd arguments, on PyTorch's and on ours. Ours returns the same value, or
+raises an exception that a program which catches PyTorch's catches too. DIFFERENT lists what differs on purpose, with
+the reason; each entry must really differ."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Fresh:
                 self.store.queue_pop(name, False)
 
     def content(self) -> Any:
-        """What is there afterwards, but for what a barrier leaves (ours can be used again) and FileStore's counts."""
+        """The content afterwards, without a barrier's keys (ours can be used again) and FileStore's counts."""
         kept = [k for k in sorted(self.store.list_keys()) if not re.search("count/|leanup/|^b$|_member", k)]
         return [(key, self.store.get(key)) for key in kept]
 
@@ -169,14 +169,14 @@ NAMES = {"np": numpy, "Index": Index, "Integer": Integer}
 
 @functools.cache
 def what_the_binding_refuses(call: str) -> TypeError | None:
-    """Before it knows of which class the store is. (Its words have the repr of the store, and that of a TCPStore asks
-    for the name of an address, which may take seconds.)"""
+    """The TypeError that pybind11 raises for any store, asked of a HashStore. (The message has the store's repr, and a
+    TCPStore's repr looks up the name of an address, which may take seconds.)"""
     kind, value = outcome(call, theirs, **NAMES, s=Fresh("HashStore", theirs, "").filled())
     return value if kind == "raised" and isinstance(value, TypeError) else None
 
 
 def tried(side: Fresh, call: str) -> tuple[str, Any, Any]:
-    """What came of it, and what is in the store then (None where that cannot be asked)."""
+    """The call's outcome, and the store's content afterwards (None where that cannot be asked)."""
     if side.module is theirs and (refusal := what_the_binding_refuses(call)):
         return "raised", refusal, [("k", b"v"), ("n", b"5")]
     kind, value = outcome(call, side.module, **NAMES, s=side.filled())
@@ -285,7 +285,7 @@ def test_a_file_is_shared_with_pytorchs(first: str, tmp_path):
 
 
 def test_processes_count_in_one_file(tmp_path):
-    """Ours and PyTorch's at the same time: each number is given once."""
+    """Ours and PyTorch's add to one file at the same time: each number is given once."""
     path = str(tmp_path / "store")
     stores = [module.FileStore(path, 4) for module in (theirs, ours, theirs, ours)]
     with ThreadPoolExecutor(4) as pool:

@@ -281,7 +281,7 @@ def test_a_store_written_in_python_passes_both_tests():
 
 
 def make_small(base):
-    """What a store has to define at least, and strict about what it is given."""
+    """A store that defines the required methods only, and checks its arguments strictly."""
 
     class Small(base):
         def __init__(self):
@@ -356,7 +356,7 @@ def test_collectives_alone(expression: str):
 
 
 def test_scattering_too_little_is_refused():
-    """PyTorch's takes it, and a rank waits in vain."""
+    """PyTorch accepts it, and a rank waits forever."""
     with pytest.raises(ValueError, match="scatter_send: data must be a list of 2 items"):
         ours._StoreCollectives(ours.HashStore(), 0, 2).scatter_send("a", ["x"])
 
@@ -443,7 +443,7 @@ def test_a_class_that_defines_pythons_names_answers_to_both():
 
 TCP = "s = m.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
 FREE = "with socket.socket() as q: q.bind(('127.0.0.1', 0)); p = q.getsockname()[1]"
-# what programs do, and the words that they look for in what it raises
+# calls of real programs, and the words that they look for in the error
 LOOKED_FOR = [
     ("m.HashStore().wait(['k'], td(milliseconds=20))", "(?i)timeout"),
     ("m.PrefixStore('p', m.HashStore()).wait(['k'], td(milliseconds=20))", "(?i)timeout"),
@@ -472,7 +472,7 @@ def test_words_that_programs_look_for(module, code: str, words: str):
 
 
 def keys_of_a_file(module, path) -> list:
-    """How many keys there are, and what deleting them says, at each step."""
+    """The number of keys and what deleting returns, at each step."""
     store = module.FileStore(path, 2)
     seen = [store.num_keys()]
     store.set("a", "1")

@@ -171,7 +171,7 @@ def test_inflight_setting():
 
 
 def _old_calls(rank: int, n: int, log: Path) -> None:
-    """In a process that has warned of nothing yet. Whoever warns, in C++ or in Python, does so into this file."""
+    """Runs in a fresh process, which has not warned yet. Warnings of C++ and of Python go to the file ``log``."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     ended: Any = torch.futures.Future()
     ended.set_result([torch.ones(1)])

@@ -120,9 +120,9 @@ def compared(calls: list[str], theirs_is, ours_is) -> list[str]:
 
 
 def is_lenient(call: str) -> bool:
-    """What our engine takes and PyTorch does not: a tensor that is not in a list, with options, since it does not look
-    at lists when it has seen the like before; and plain arguments by the name ``opts``. (And the reverse: it knows
-    tensors by the names of one form only, where PyTorch has singular ones, too.)"""
+    """Whether our engine and PyTorch differ on purpose. Ours takes a tensor outside a list together with options (after
+    a similar call it no longer looks at lists), and plain arguments by the name ``opts``. PyTorch also takes tensors by
+    their singular names; ours knows the names of one form only."""
     lone = "(torch.ones(2), m." in call or "[torch.ones(2)], torch.ones(2), m." in call
     return "opts=3" in call or "tensor=" in call or lone or "(torch.ones(2), [torch.ones(2)], m." in call
 

@@ -179,7 +179,7 @@ def run_troubled(rank_main: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def work_behind(failures: CudaFailures, event: Event) -> CudaWork:
     work = CudaWork(SimpleNamespace(failures=failures, name="g", device=0), "all_reduce", [], None)
-    work.queued(event, None)
+    work.settle(None, event, None)
     failures.add(work)
     return work
 

@@ -170,15 +170,15 @@ def test_a_group_is_collected_while_another_is_given_back(monkeypatch: pytest.Mo
     def rank(group: Any) -> tuple[bool, int]:
         before = current_arena().used_bytes
         one, other = group.new_group([0]), group.new_group([0])
-        detach, inner = native.Group.detach, []
+        is_left_by_all, inner = native.Group.is_left_by_all, []
 
         def collecting(handle: Any) -> bool:
             if not inner:
                 inner.append(True)
                 other._retire()
-            return detach(handle)
+            return is_left_by_all(handle)
 
-        monkeypatch.setattr(native.Group, "detach", collecting)
+        monkeypatch.setattr(native.Group, "is_left_by_all", collecting)
         one.destroy()
         monkeypatch.undo()
         leaving.free_retired()
@@ -252,7 +252,7 @@ def test_an_output_on_its_input_does_not_overwrite_what_peers_still_read() -> No
     def rank(group: Any, make: Any, n: int) -> bool:
         me, world = group.rank, group.size
         full = torch.arange(world * n, dtype=torch.float32)
-        for _ in range(3):  # the first call takes the long way, the others the short one
+        for _ in range(3):  # the first call takes the slow path, the others the fast one
             x = make(world * n)
             x.copy_(full + me)
             group.all_to_all_single(x, x)

@@ -187,7 +187,7 @@ def depart(me: int, world: int, without: str) -> Steps:
 
 
 def leave(me: int, world: int, without: str) -> Steps:
-    """group_leave(), then detach() until it may give the memory back."""
+    """group_leave(), then is_left_by_all() until it may give the memory back."""
     if without != "both leave" and (yield swap(f"leaver {me}", 1)):
         return "left to the other"
     yield compare_and_swap(("abort", me), 0, 2)
@@ -252,12 +252,12 @@ def careless(without: str) -> Model:
 
 LATE_MUTANTS = {
     "nobody looks again": "leave_is_done_by_all(): does not try a departure that was put off",
-    "departs twice": "leave_late(): departs without the lock",
+    "departs twice": "depart_late(): departs without the lock",
 }
 
 
 def try_to_depart(without: str) -> Steps:
-    """leave_late(): unless an operation runs, whose end comes here too."""
+    """depart_late(): unless an operation runs, whose end comes here too."""
     if without != "departs twice" and not (yield compare_and_swap("lock", 0, 1)):
         return
     if not (yield load("left")):
@@ -267,7 +267,8 @@ def try_to_depart(without: str) -> Steps:
 
 
 def leave_within(without: str) -> Steps:
-    """group_leave() by a signal handler within a call of its own thread, whose end departs; then detach()."""
+    """group_leave() by a signal handler within a call of its own thread, whose end departs; then
+    is_left_by_all()."""
     yield store("departs_late", 1, RELEASE)
     yield from try_to_depart(without)
     if without != "nobody looks again":

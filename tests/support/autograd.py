@@ -1,4 +1,4 @@
-"""Tensors that autograd needs again after a call, and what it has to say then."""
+"""Tensors that autograd needs again after a call, and what it says if the call has changed them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Case(NamedTuple):
 
 
 def saved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """For each of them something that needs its values for backward."""
+    """For each tensor a result that needs its values for backward."""
     weights = [torch.ones(t.shape, device=t.device, requires_grad=True) for t in tensors]
     return [(w * t).sum() for w, t in zip(weights, tensors, strict=True)]
 

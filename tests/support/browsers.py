@@ -19,7 +19,7 @@ NO_BROWSER = "no browser that playwright can drive (Chromium, Chrome, a recent F
 
 
 def candidates(driver: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """(what launches it, with which options) of all that are installed."""
+    """(launcher, its options) of all installed browsers."""
     for name in CHROMIUMS:
         if path := shutil.which(name):
             yield driver.chromium, {"executable_path": path, "args": list(QUIET)}
@@ -32,7 +32,7 @@ def candidates(driver: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 @contextmanager
 def any_browser() -> Iterator[Any]:
-    """The first one that shows a page; the test is skipped where none does."""
+    """The first browser that shows a page; the test is skipped if none does."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as driver:
         for kind, options in candidates(driver):

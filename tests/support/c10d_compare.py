@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 OLDER = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
-NEWEST = torch.torch_version.TorchVersion(torch.__version__) >= (2, 15)  # ours has what that has
+NEWEST = torch.torch_version.TorchVersion(torch.__version__) >= (2, 15)  # the version that ours follows
 since_2_15 = pytest.mark.skipif(not NEWEST, reason=f"torch has it since 2.15; this is {torch.__version__}")
 since_2_13 = pytest.mark.skipif(OLDER, reason=f"torch does so since 2.13; this is {torch.__version__}")
 
@@ -83,7 +83,8 @@ def outcome(expression: str, module: Any, **names: Any) -> tuple[str, Any]:
 
 
 def skip_what_is_newer(kind: str, value: Any) -> None:
-    """Skip the test if ``kind, value`` is how another torch says that it has no such name, or nothing that works."""
+    """Skip the test if ``kind, value`` is how an older torch says that it has no such name, or that it does not
+    work."""
     lacks = isinstance(value, AttributeError) or (
         OLDER
         and any(words in str(value) for words in ("object is not callable", "Unable to convert function return value"))

@@ -1,4 +1,4 @@
-"""Holds a thread at the entry of a system call, before the kernel looks at what it is given (seccomp's listener).
+"""Holds a thread at the entry of a system call, before the kernel looks at its arguments (seccomp's listener).
 
 A rank calls ``gate.close(number)`` in the thread that will make the call. The first such call waits there; the test
 learns of it by ``words[HIT]``, may stop or kill the rank, and lets it go on by ``gate.open()``. Later calls pass.
@@ -16,7 +16,7 @@ import threading
 from tests.support.page_gate import Words
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_ALLOW, _REFUSE, _ASK = 0x7FFF0000, 0x00050001, 0x7FC00000  # what a filter answers: yes, EPERM, or whoever listens
+_ALLOW, _REFUSE, _ASK = 0x7FFF0000, 0x00050001, 0x7FC00000  # a filter's answers: yes, EPERM, or ask the listener
 NUMBERS = {
     "process_vm_readv": {"x86_64": 310, "aarch64": 270}[platform.machine()],
     "process_vm_writev": {"x86_64": 311, "aarch64": 271}[platform.machine()],
@@ -64,7 +64,7 @@ class CallGate:
                 try:  # let the kernel go on with it
                     fcntl.ioctl(listener[0], self.SEND, struct.pack("QqiI", *struct.unpack_from("Q", asked), 0, 0, 1))
                 except FileNotFoundError:
-                    pass  # a signal has come meanwhile: it is asked again
+                    pass  # a signal came meanwhile: the kernel asks again
 
         threading.Thread(target=serve, daemon=True).start()  # before: a filter is inherited
         listener.append(_filter(call, _ASK, 8))  # NEW_LISTENER

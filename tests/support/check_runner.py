@@ -1,4 +1,4 @@
-"""Runs a module of checks on forked ranks, all in one process tree, and collects what every rank has to say."""
+"""Runs a module of checks on forked ranks, all in one process tree, and collects what every rank says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_checks(module: str, checks: list[str], environment: dict[str, str], seconds: float) -> dict[str, list[str]]:
-    """Check -> each rank's words, "" when all was well. What the process wrote to stderr is under "stderr"."""
+    """Check -> each rank's words, "" if all was well. "stderr" has what the process wrote there."""
     done = loaded.run([sys.executable, "-m", module], env=environment, cwd=ROOT, timeout=seconds)
     told: dict[str, list[str]] = {name: [] for name in checks}
     for line in done.stdout.splitlines():

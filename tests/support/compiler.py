@@ -1,4 +1,4 @@
-"""C programs of tests, compiled where there is a compiler."""
+"""Compiles C programs of tests, if there is a compiler."""
 
 from __future__ import annotations
 

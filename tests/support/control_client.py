@@ -53,7 +53,7 @@ def ask(
 
 
 def exchange(address: str, data: bytes, timeout: float = 20.0) -> bytes:
-    """Send raw bytes; everything that comes back until the server hangs up."""
+    """Send raw bytes; returns all that comes back until the server hangs up."""
     with connect(address, timeout) as sock:
         try:
             sock.sendall(data)

@@ -32,7 +32,8 @@ def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def parallel(model: nn.Module, group: TorchGroup, kind: Any = None, **options: Any) -> nn.Module:
-    """Small buckets, so that there are several. ``kind``: the class, torch's unless told otherwise."""
+    """DistributedDataParallel with small buckets, so that there are several. ``kind``: the class, torch's by
+    default."""
     kind = kind or nn.parallel.DistributedDataParallel
     return kind(model, process_group=group, bucket_cap_mb=0.004, **options)
 
@@ -44,14 +45,14 @@ def batch(data: torch.Generator, dtype: torch.dtype = torch.float32) -> tuple[to
 
 
 def fixed_loss(model: nn.Module, dtype: torch.dtype = torch.float32) -> float:
-    """On the same data on every rank and in every run."""
+    """The loss on data that is the same on every rank and in every run."""
     x, y = batch(torch.Generator().manual_seed(99), dtype)
     with torch.no_grad():
         return (model(x) - y).square().mean().item()
 
 
 def nothing() -> None:
-    """What plain training does after a step."""
+    """Called after a step of plain training."""
 
 
 def train(

@@ -20,7 +20,7 @@ def run_example(
     name: str, *args: str, ranks: int = 2, options: tuple[str, ...] = (), torchrun: bool = False, seconds: float = 100,
     fresh: bool = False,
 ) -> list[str]:  # fmt: skip
-    """What it prints. Processes have torch already, unless all is to be ``fresh``."""
+    """The lines that it prints. Processes have torch already, unless ``fresh``."""
     launcher = ["symcomm", "run", "-n", str(ranks), "--no-prefix", *options]
     if torchrun:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]

@@ -1,5 +1,5 @@
-"""An array that shows itself through the DLPack exchange interface, as torch's tensors do: with it the fast paths of
-the C core can be run where torch is not at hand (under sanitizers)."""
+"""An array with the DLPack exchange interface, as torch's tensors have it. It runs the fast paths of the C core where
+torch is not at hand (under sanitizers)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Exchange(ctypes.Structure):
 
 
 class ExchangeArray:
-    """A NumPy array in such a dress."""
+    """A NumPy array behind that interface."""
 
     def __init__(self, values: np.ndarray):
         self.values = values
@@ -75,7 +75,7 @@ _interface = Exchange(major=1, minor=3, view=VIEW(_view))
 
 
 def install() -> bool:
-    """From now on the core looks at ExchangeArrays by itself."""
+    """Make the core view ExchangeArrays by itself from now on."""
     from symcomm._core import native
 
     make = ctypes.pythonapi.PyCapsule_New

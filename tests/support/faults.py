@@ -34,7 +34,7 @@ def join_group(rank: int, world: int, folder: str, timeout: float, limits: Limit
 
 
 def readable(descriptors: Iterable[int], seconds: float) -> list[int]:
-    """Those that can be read, or have ended, within that time; numbers may be beyond what select() knows."""
+    """The descriptors that can be read, or have ended, within that time; numbers may be too large for select()."""
     poll = select.poll()
     for fd in descriptors:
         poll.register(fd, select.POLLIN)
@@ -51,9 +51,10 @@ def run_group(
     linger: bool = True,
     join: Callable[..., Any] = join_group,
 ) -> list[Outcome]:
-    """See the module's text. ``timeout`` is the group's; whoever runs at ``deadline`` is killed and called stuck."""
+    """See the module's text. ``timeout`` is the group's; a rank that runs at ``deadline`` is killed and called
+    stuck."""
     crowd = Crowd("fork", linger)
-    groups = []  # of each process, which leaves it no sooner than it ends
+    groups = []  # keeps the group until the process ends
 
     def run(rank: int) -> Any:
         groups.append(join(rank, world, folder, timeout))

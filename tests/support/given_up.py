@@ -1,4 +1,4 @@
-"""Ranks of which one gives up a work, or of whose works one raises: what the others get, and who writes afterwards."""
+"""Ranks that give up a work, or whose works raise: what the others get, and who writes afterwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Asynchronous:
 
 
 def _successes(work: Any) -> list[str]:
-    """What a work that has failed says nevertheless."""
+    """The calls by which a failed work claims success."""
     calls = {"wait": work.wait, "wait with a timeout": lambda: work.wait(0.01), "result": work.result}
     bad = [f"{name} returned" for name, call in calls.items() if not attempt(call)]
     bad += [] if work.is_completed() and not work.is_success() and work.exception() else ["it has not failed"]
@@ -46,7 +46,7 @@ def _successes(work: Any) -> list[str]:
 
 
 def each_late(g: ProcessGroup, make: Callable, n: int, words: Words, cases: Sequence[Callable]) -> list[str]:
-    """Each collective: one rank comes when rank 0 has given up; the others came in time, and wait for good."""
+    """Each collective: one rank comes after rank 0 has given up; the others came in time, and wait until the end."""
     bad: list[str] = []
     for number, build in enumerate(cases, 1):
         team = g.new_group(range(g.size), timeout=30)

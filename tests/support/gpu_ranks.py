@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 def sharing(mps: bool) -> Iterator[None]:
     """Ranks started in here use the GPU at the same time, or take turns.
 
-    The driver's library reads where MPS is when it is loaded: a process that was forked later would not find it."""
+    The driver's library looks for MPS when it is loaded: a process that was forked later would not find it."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         if mps:
             from symcomm.launcher.mps import multi_process_service

@@ -1,7 +1,7 @@
 """Every collective as a case: tensors, call, right results, and where tests that stop rank 1 in its middle stop it.
 
-Rank 1 is the one that stops, on its way through what it takes from rank 0 or gives to it. Rank 0 is the root where
-that is a source, and rank 1 where the root reads.
+Rank 1 stops in the middle of what it takes from rank 0 or gives to it. The root is rank 0 if the root gives, and rank 1
+if the root reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from symcomm.group.process_group import ProcessGroup
 Make = Callable[[int], torch.Tensor]
 PATTERN = -77.0
 HALTED = 1
-_shift = 0.0  # of all values: so that what an earlier call left behind is not taken for right
+_shift = 0.0  # added to all values, so that values of an earlier call are not right by chance
 
 
 def shift_values(by: float) -> None:
@@ -65,6 +65,11 @@ def total(count: int, world: int, piece: int = 0) -> torch.Tensor:
     return torch.stack([of_rank(r, count, piece) for r in range(world)]).sum(0)
 
 
+def parts_of(g: ProcessGroup, n: int) -> torch.Tensor:
+    """This rank's ``n`` elements for each rank."""
+    return torch.cat([of_rank(g.rank, n, p) for p in range(g.size)])
+
+
 def broadcast(g: ProcessGroup, make: Make, n: int) -> Case:
     t = make(n)
     value = of_rank(g.rank, n)
@@ -103,38 +108,35 @@ def gather_single(g: ProcessGroup, make: Make, n: int) -> Case:
 def scatter(g: ProcessGroup, make: Make, n: int) -> Case:
     whole, out = make(n * g.size), make(n)
     pieces = list(whole.split(n)) if g.rank == 0 else None
-    value = torch.cat([of_rank(g.rank, n, p) for p in range(g.size)])
-    return Case([whole], [out], [value], [of_rank(0, n, g.rank)], lambda: g.scatter(out, pieces, 0), (out, n // 2))
+    return Case(
+        [whole], [out], [parts_of(g, n)], [of_rank(0, n, g.rank)], lambda: g.scatter(out, pieces, 0), (out, n // 2)
+    )
 
 
 def reduce_scatter_single(g: ProcessGroup, make: Make, n: int) -> Case:
     x, out = make(n * g.size), make(n)
-    value = torch.cat([of_rank(g.rank, n, p) for p in range(g.size)])
     right = [total(n, g.size, g.rank)]
-    return Case([x], [out], [value], right, lambda: g.reduce_scatter_single(out, x), (out, n // 2))
+    return Case([x], [out], [parts_of(g, n)], right, lambda: g.reduce_scatter_single(out, x), (out, n // 2))
 
 
 def reduce_scatter(g: ProcessGroup, make: Make, n: int) -> Case:
     x, out = make(n * g.size), make(n)
     pieces = list(x.split(n))
-    value = torch.cat([of_rank(g.rank, n, p) for p in range(g.size)])
     right = [total(n, g.size, g.rank)]
-    return Case([x], [out], [value], right, lambda: g.reduce_scatter(out, pieces), (out, n // 2))
+    return Case([x], [out], [parts_of(g, n)], right, lambda: g.reduce_scatter(out, pieces), (out, n // 2))
 
 
 def all_to_all_single(g: ProcessGroup, make: Make, n: int) -> Case:
     x, out = make(n * g.size), make(n * g.size)
-    value = torch.cat([of_rank(g.rank, n, p) for p in range(g.size)])
     right = [torch.cat([of_rank(r, n, g.rank) for r in range(g.size)])]
-    return Case([x], [out], [value], right, lambda: g.all_to_all_single(out, x), (out, n // 2))
+    return Case([x], [out], [parts_of(g, n)], right, lambda: g.all_to_all_single(out, x), (out, n // 2))
 
 
 def all_to_all(g: ProcessGroup, make: Make, n: int) -> Case:
     x, out = make(n * g.size), make(n * g.size)
-    value = torch.cat([of_rank(g.rank, n, p) for p in range(g.size)])
     right = [torch.cat([of_rank(r, n, g.rank) for r in range(g.size)])]
     ins, outs = list(x.split(n)), list(out.split(n))
-    return Case([x], [out], [value], right, lambda: g.all_to_all(outs, ins), (out, n // 2))
+    return Case([x], [out], [parts_of(g, n)], right, lambda: g.all_to_all(outs, ins), (out, n // 2))
 
 
 def all_reduce(g: ProcessGroup, make: Make, n: int) -> Case:
@@ -161,11 +163,12 @@ def _reduce(g: ProcessGroup, make: Make, n: int, root: int) -> Case:
     return Case([t], [t], [value], [right], lambda: g.reduce(t, root), (t, n // 6 + g.rank * n // 3))
 
 
-# Where input and output are two tensors, also a tensor of less than a page can stop the copy out and nothing else.
+# Input and output are two tensors, so even a tensor of less than a page can stop the copy out and nothing else.
 APART = (
     broadcast, all_gather_single, all_gather, gather, gather_single, scatter, reduce_scatter_single, reduce_scatter,
     all_to_all_single, all_to_all,
 )  # fmt: skip
 CASES = (*APART, all_reduce, reduce_to_halted, reduce_to_owner)
-# In which rank 0 learns at once that rank 2 died: whoever gives its tensor to a gather waits for the root alone.
+# Cases in which rank 0 learns at once that rank 2 died; a rank that gives its tensor to a gather waits only for the
+# root.
 MUTUAL = tuple(case for case in CASES if case not in (gather, gather_single))

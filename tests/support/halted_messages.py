@@ -20,8 +20,8 @@ BACK = 4 * (COUNT - (1 << 15))  # bytes: a place in the piece that the sender be
 
 
 def halted_in_kernel(g: ProcessGroup, who: str, gate: CallGate, words: Words) -> tuple[str, int]:
-    """A page of rank 1's tensor comes 3 s after somebody has begun to wait for it, or when the sender gave up: rank 0,
-    before rank 1 reads anything, or rank 1 itself, alone."""
+    """A page of rank 1's tensor comes 3 s after a rank began to wait for it, or when the sender gave up. The waiting
+    rank is rank 0, before rank 1 reads anything, or rank 1 itself, alone."""
     x, y = ordinary(COUNT), ordinary(COUNT)
     for _ in range(2):  # the next one is attached
         attempt((lambda: g.send(x, 1)) if g.rank == 0 else (lambda: g.recv(y, 0)))

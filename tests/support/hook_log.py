@@ -1,4 +1,4 @@
-"""What hooks are told."""
+"""Logs what hooks are called with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ as_torch_does = pytest.mark.skipif(not HAS_HOOKS, reason=f"torch has hooks since
 
 
 class Log:
-    """What hooks were told, in order."""
+    """The calls of hooks, in order."""
 
     def __init__(self, group: Any):
         self.said: list[Any] = []

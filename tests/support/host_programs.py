@@ -34,7 +34,7 @@ class Event:
 
 @dataclass
 class Run:
-    """One rank's: its groups (world first; None where it is no member), works and what it found."""
+    """One rank's run: its groups (world first; None if it is no member), its works and its findings."""
 
     groups: list[Any]
     calls: Any
@@ -44,7 +44,7 @@ class Run:
 
 
 class SymcommCalls:
-    """How a program calls its groups."""
+    """A program's calls by our own groups."""
 
     def isend(self, group: Any, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         return group.isend(tensor, peer, tag)
@@ -169,7 +169,7 @@ class Program:
             self._receive(g, receiver, stream, (stream, i), expect, posted, met, blocking and sent < posted)
 
     def _crowd(self, stream: int) -> None:
-        """Several senders, of which the receiver may be one; it takes whoever comes."""
+        """Several senders, perhaps also the receiver, which takes messages from any of them."""
         rng, g = self._rng, self._group()
         size = len(self._members[g])
         receiver, count = rng.randrange(size), rng.choice(self._sizes)

@@ -15,7 +15,7 @@ from tests.support.ranks import Outcome
 
 
 def _join(hosts: list[int], rank: int, world: int, folder: str, timeout: float) -> Any:
-    """Rank ``rank`` of all is one of a scenario of its own."""
+    """Join the group of the scenario that rank ``rank`` of all belongs to."""
     size = len(hosts)
     scenario, me = divmod(rank, size)
     os.environ["SYMCOMM_HOST_ID"] = str(hosts[me])
@@ -29,7 +29,7 @@ def _join(hosts: list[int], rank: int, world: int, folder: str, timeout: float) 
 def run_on_hosts(
     body: Callable, hosts: list[int], scenarios: list, timeout: float = 20.0, **more: Any
 ) -> list[list[Outcome]]:
-    """What each rank of each scenario did. ``body(group, scenario)``."""
+    """Run ``body(group, scenario)`` on each rank of each scenario; returns their outcomes."""
 
     def rank(group: Any) -> Any:
         return body(group, scenarios[group.scenario])

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-SECONDS = 60  # that a program has
+SECONDS = 60  # for each program
 
 
 def parts(lines: Sequence[str], programs: Sequence[str]) -> list[tuple[str, list[str]]]:

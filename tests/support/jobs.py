@@ -1,4 +1,4 @@
-"""Launches of scripts, with real processes, of which none is left behind (fixture jobs of tests/launcher)."""
+"""Launches scripts in real processes, and leaves none behind (fixture jobs of tests/launcher)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def environ(**more: str) -> dict[str, str]:
     return {**env, **more}
 
 
-# Put before every script. pid_file says that a process is there by writing its pid to a file, in one step.
+# Put before every script. pid_file tells that a process is there: it writes the pid to a file, in one step.
 PRELUDE = """
 import json, os, signal, socket, subprocess, sys, time
 rank = int(os.environ["RANK"])

@@ -15,7 +15,8 @@ from tests.support.ranks import until
 
 
 def receive(g: ProcessGroup, how: str, y: torch.Tensor, words: Words, hit: int) -> str:
-    """One receive from rank 0. It ends in this way ("deadline", "abort", "leave") if that is stopped in its middle."""
+    """One receive from rank 0. If rank 0 is stopped in its middle, it ends in this way: "deadline", "abort" or
+    "leave"."""
     if how == "leave":
         work = g.irecv(y, 0)
         until(lambda: work.is_completed() or words[hit], 20)
@@ -26,7 +27,7 @@ def receive(g: ProcessGroup, how: str, y: torch.Tensor, words: Words, hit: int) 
 
 
 def each_way(g: ProcessGroup, make: Callable) -> int:
-    """Both send at once, of sizes that pieces do not divide; a receive of any rank's message, too."""
+    """Both ranks send at once, sizes that are no multiple of pieces; some receives take any rank's message."""
     wrong, peer = 0, 1 - g.rank
     for number, count in enumerate([(1 << 18) - 1, 1 << 18, (1 << 18) + 1, 1_000_001] * 3):
         x, y = make(count), make(count)

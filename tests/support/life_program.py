@@ -44,7 +44,7 @@ def main(folder: str, cycles: list[str]) -> None:
 
 
 def await_all(path: str, rank: int, world: int) -> None:
-    """A rank that is ahead would find the last store of the others' old life at the same port."""
+    """Wait for all ranks: one that is ahead would find the store of the others' previous cycle at the same port."""
     open(f"{path}-{rank}", "w").close()
     deadline = time.monotonic() + 60
     while not all(os.path.exists(f"{path}-{other}") for other in range(world)):
@@ -69,7 +69,7 @@ def live(api: str, cycles: int, rank: int, world: int) -> None:
 
 
 def what_grew(before: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Threads may still be on their way out, and other ranks may not have left yet: this waits for them."""
+    """What has grown, once threads have ended and other ranks have left."""
     deadline = time.monotonic() + 5
     while True:
         after = held()
@@ -80,7 +80,7 @@ def what_grew(before: dict[str, int]) -> dict[str, tuple[int, int]]:
 
 
 def held() -> dict[str, int]:
-    """What a process keeps that a group could have left behind."""
+    """Counts of things in this process that a group could have left behind."""
     leaving.free_retired()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),

@@ -66,7 +66,7 @@ _atexit_register = atexit.register
 
 
 def _play(program: Program, environment: dict[str, str]) -> NoReturn:
-    """What the interpreter does from here on, to its end."""
+    """Do all that an interpreter does with a program, to its end."""
     code: Any = 1
     try:
         become(environment)
@@ -90,7 +90,7 @@ def _play(program: Program, environment: dict[str, str]) -> NoReturn:
 
 
 def _forget_the_forking() -> None:
-    """Streams, handlers and signals of the process that this one is a copy of."""
+    """Drop streams, handlers and signals of the process that this one was copied from."""
     for name, fd, mode in (("stdin", 0, "rb"), ("stdout", 1, "wb"), ("stderr", 2, "wb")):
         errors = "backslashreplace" if name == "stderr" else "strict"
         file: Any = open(fd, mode, closefd=False)  # noqa: SIM115
@@ -155,7 +155,7 @@ class Copying(subprocess.Popen):
 
 
 def _take_over(how: dict[str, Any]) -> None:
-    """What happens between fork and exec."""
+    """Do what happens between fork and exec."""
     if how["start_new_session"]:
         os.setsid()
     if how.get("process_group", -1) >= 0:
@@ -231,7 +231,7 @@ class Loaded:
 
 
 def stand_in() -> SimpleNamespace:
-    """For the module subprocess, in a module of ours."""
+    """Replaces the module subprocess in one of our modules."""
     return SimpleNamespace(**{**vars(subprocess), "Popen": Loaded})
 
 

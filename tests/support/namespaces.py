@@ -1,4 +1,4 @@
-"""Tests on several hosts that are network namespaces: skipped, with the reason, where they cannot be made."""
+"""Several hosts as network namespaces; tests are skipped, with the reason, if they cannot be made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FaultyNetwork(Network):
         self._at_switch("ip", "link", "set", f"port{host}", "up" if up else "down")
 
     def deafen(self, host: int) -> None:
-        """From now on nothing reaches a host any more; what it sends still arrives."""
+        """Let nothing reach a host from now on; what it sends still arrives."""
         limit = ("tbf", "rate", "8bit", "burst", "1", "limit", "1")
         self._at_switch("tc", "qdisc", "replace", "dev", f"port{host}", "root", *limit)
 

@@ -2,9 +2,9 @@
 
     unshare --pid --fork --mount-proc python -m tests.support.other_pids read    # or write
 
-A rank is held where it is about to read, or write, the other's memory. That one is killed, and its pid goes to a
-process which has memory at the same address. Prints whether the rank raised, how many elements of that process it
-has got, and how many it has overwritten.
+A rank is held just before it reads, or writes, the other's memory. The other is killed, and its pid goes to a process
+which has memory at the same address. Prints whether the rank raised, how many elements of that process it has got, and
+how many it has overwritten.
 
     unshare --pid --fork python -m tests.support.other_pids PID
 

@@ -1,11 +1,11 @@
 """Stops a rank in the very middle of a copy, whatever the machine's load: a page of its memory is taken away.
 
-Whoever touches the page faults, comes back from the signal handler and faults again, until the page is given back.
-Python's own handler of the signal writes to a socket, so the test learns the moment at which the copy came there.
+A thread that touches the page faults, comes back from the signal handler and faults again, until the page is given
+back. Python's own handler of the signal writes to a socket, so the test learns the moment at which the copy came there.
 
 The test makes a ``Gate`` before it forks the ranks. A rank calls ``gate.close(address)``; the test calls
-``gate.await_hit()``, stops or kills the rank, does what it has to do, and calls ``gate.open()``. Only a thread that
-takes signals can be stopped so: calls that block, not those that the core's own threads run.
+``gate.await_hit()``, stops or kills the rank, does its work, and calls ``gate.open()``. This stops only threads that
+take signals: calls that block, not those that the core's own threads run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Words:
 
 
 class Gate:
-    """A page that stops whoever touches it. Opened as often as it was closed."""
+    """A page that stops a thread which touches it. Opened as often as it was closed."""
 
     def __init__(self) -> None:
         self._hits, self._tell = socket.socketpair()
@@ -86,7 +86,7 @@ class Gate:
                 pass
 
     def await_hit(self, seconds: float = 10.0) -> bool:
-        """In the test: whether the gate was closed once more and somebody stands there, within that time each."""
+        """In the test: whether the gate was closed once more and a thread stands there, within that time each."""
         self._seen += 1
         return self._closed.reach(0, self._seen, seconds) and bool(readable([self._hits.fileno()], seconds))
 

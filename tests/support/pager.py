@@ -1,4 +1,4 @@
-"""Memory with one page that its first reader or writer, also the kernel, gets when the test says so (userfaultfd)."""
+"""Memory with one page that makes readers and writers, even the kernel, wait until the test gives it (userfaultfd)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Pager:
         fcntl.ioctl(self.fd, self.API, struct.pack("QQQ", 0xAA, 0, 0))
 
     def tensor(self, count: int, at: int) -> torch.Tensor:
-        """Of ``count`` floats; its page ``at`` that many bytes waits."""
+        """A tensor of ``count`` floats; its page at byte ``at`` is the one that waits."""
         memory = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         tensor = torch.frombuffer(memory, dtype=torch.float32)
         self.page = tensor.data_ptr() + at

@@ -34,7 +34,7 @@ def rank_main(rank, world, path, fn, args):
 
 
 def sync(window, group) -> None:
-    """Everybody has got here: by signals alone."""
+    """Wait for all ranks, by signals alone."""
     for rank in range(group.size):
         window.signal(rank)
     for rank in range(group.size):

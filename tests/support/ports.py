@@ -1,4 +1,4 @@
-"""Ports for programs that have to be told one."""
+"""Ports for programs that need one as an argument."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """One that nobody listens at, and that no outgoing connection is given before the program listens at it."""
+    """A port that nobody listens at, and that the kernel gives to no outgoing connection meanwhile."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     while True:
         port = random.SystemRandom().randint(10000, 60000)

@@ -1,4 +1,4 @@
-"""What the process has loaded that forks ranks (tests/support/ranks.py)."""
+"""Loads the modules of the process that forks ranks (tests/support/ranks.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed
 import symcomm.windows.hosts
 
 assert all((pytest, torch._dynamo, torch.distributed, symcomm.windows.hosts))
-for name in ("typer", "pydantic.types"):  # for the command, a third of whose time it takes to load these
+for name in ("typer", "pydantic.types"):  # loading these takes a third of the command's time
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(name)
 gc.freeze()  # ranks share it, and need not look at it when they collect

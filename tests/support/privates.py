@@ -18,7 +18,7 @@ BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 
 @dataclass
 class _Scope:
-    """What is known of names in a function: the class of each, by its name. (``[Class]``: it has many of them.)"""
+    """The known classes of names in a function. (``[Class]``: a container of such objects.)"""
 
     known: dict[str, str] = field(default_factory=dict)
     cls: str | None = None  # what ``self`` is
@@ -55,11 +55,11 @@ class File:
         return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
     def foreign_privates(self, ours: set[str]) -> set[str]:
-        """What is written where it uses names among these."""
+        """The expressions in which the file uses names among these."""
         return set(self._uses(ours | {"__dict__"}, self._tree, _Scope()))
 
     def _look_into(self, cls: ast.ClassDef) -> None:
-        """Attributes that its methods or slots give to its objects, and of which class their values are."""
+        """Note the attributes that methods or slots give to objects, and the classes of their values."""
         members = self._members[cls.name]
         for node in ast.walk(cls):
             match node:
@@ -89,7 +89,7 @@ class File:
         )
 
     def _class_of(self, node: ast.expr | None, scope: _Scope) -> str | None:
-        """Of a value or, as its attributes are the same file's, the class that it is itself."""
+        """The class of a value; of a class itself, that class, since its attributes are the same file's."""
         if node is None or is_self(node):
             return scope.cls if node else None
         match node:
@@ -114,7 +114,7 @@ class File:
         return None
 
     def _scope_of(self, node: ast.AST, own: list[ast.AST], outer: _Scope) -> _Scope:
-        """What a module or a function says of its names, in any of its lines."""
+        """The classes that a module or a function gives to its names, in any of its lines."""
         scope = _Scope(dict(outer.known), outer.cls)
         if isinstance(node, FUNCTIONS):
             for arg in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
@@ -128,7 +128,7 @@ class File:
         return scope
 
     def _said(self, node: ast.AST, scope: _Scope) -> Iterator[tuple[ast.expr, str | None]]:
-        """Names, and what this node says that they are."""
+        """Names, and the classes that this node gives them."""
         match node:
             case ast.Assign(targets=targets, value=value):
                 yield from ((target, self._class_of(value, scope)) for target in targets)
@@ -178,7 +178,7 @@ def is_self(node: ast.AST) -> bool:
 
 
 def _names_in(body: list[ast.stmt]) -> set[str]:
-    """What statements of a module or a class define."""
+    """The names that statements of a module or a class define."""
     found = {node.name for node in body if isinstance(node, (*FUNCTIONS, ast.ClassDef))}
     for node in body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -207,7 +207,7 @@ def _one_of(cls: str | None) -> str | None:
 
 
 def _own(node: ast.AST) -> list[ast.AST]:
-    """What is in a function, a class or a module, in order, but not what is in its functions and classes."""
+    """The nodes of a function, a class or a module, in order, without those of its inner functions and classes."""
     found = []
     left = list(ast.iter_child_nodes(node))[::-1]
     while left:

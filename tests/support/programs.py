@@ -22,8 +22,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def kernels_of(name: str) -> str:
-    """A cache for Inductor that one test uses, run after run: kernels whose text is known are not compiled again, which
-    takes a second each. Graphs are: what is ours is in them."""
+    """A cache for Inductor that one test uses, run after run. Known kernels are not compiled again, which takes a
+    second each. Graphs are, since they contain our own code."""
     folder = ROOT / "build" / "inductor" / name
     for graphs in ("fxgraph", "aotautograd"):
         shutil.rmtree(folder / graphs, ignore_errors=True)
@@ -39,7 +39,7 @@ def run(*command: str, deadline: float = 60, **extra: str) -> str:
 
 
 def run_loaded(*words: str, deadline: float = 60, **extra: str) -> str:
-    """The same of Python, in processes that have torch already."""
+    """The same for Python, in processes that have torch already."""
     return _output(loaded.run([sys.executable, *words], timeout=deadline, env=environment(**extra), cwd=ROOT))
 
 

@@ -29,7 +29,7 @@ from typing import Any
 LINGER = 60.0  # seconds at most
 STACKS, ASK_STACKS = "stacks-of-a-test", signal.SIGRTMAX
 START = "SYMCOMM_TESTS_START"  # how to start ranks where a call does not say
-# Whoever is the first to start a process this way decides for all of them what is loaded.
+# The first process that is started this way decides for all what is loaded.
 mp.get_context("forkserver").set_forkserver_preload(["tests.support.preloaded"])
 
 
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def until(true: Callable[[], Any], seconds: float = 10.0) -> bool:
-    """Wait for what another process or thread does; False when it has not by then."""
+    """Wait until another process or thread has made ``true()`` hold; False if it has not in time."""
     end = time.monotonic() + seconds
     while not true():
         if time.monotonic() > end:
@@ -59,7 +59,7 @@ def until(true: Callable[[], Any], seconds: float = 10.0) -> bool:
 
 
 def returned(outcomes: list[Outcome]) -> list[Any]:
-    """What every rank gave; all must have."""
+    """What every rank returned; all must have."""
     if any(outcome.kind != "returned" for outcome in outcomes):
         raise AssertionError("not every rank returned:\n" + "\n".join(map(str, outcomes)))
     return [outcome.value for outcome in outcomes]
@@ -71,7 +71,7 @@ def die() -> None:
 
 
 def become(environment: dict[str, str]) -> None:
-    """What a process that was forked by the loaded one takes over from whoever asked for it."""
+    """Take over the environment of the process that asked the loaded one to fork this one."""
     os.environ.clear()
     os.environ.update(environment)
     torch = sys.modules.get("torch")
@@ -115,8 +115,8 @@ def _stacks(pid: int) -> str:
 
 
 class _Copy:
-    """A copy of this process, and as much of a Process as a crowd uses. It is collected where it is joined, not before:
-    survivors read in /proc how a dead one ended."""
+    """A copy of this process, with as much of a Process as a crowd uses. Only join() collects it, because survivors
+    read in /proc how a dead one ended."""
 
     def __init__(self, args: tuple, others: list[Any]):
         self.exitcode: int | None = None
@@ -157,7 +157,7 @@ class Crowd:
         return [process.pid for process in self.processes]
 
     def start(self, fn: Callable, *args: Any) -> int:
-        """Its number."""
+        """Start a process; returns its number."""
         mine, end = mp.Pipe()
         self._ends.append(mine)
         environment = dict(os.environ) if self._start == "forkserver" else None
@@ -172,7 +172,8 @@ class Crowd:
         return len(self.processes) - 1
 
     def outcomes(self, deadline: float = 30.0, during: Callable[[], None] | None = None) -> list[Outcome]:
-        """How all ended; whoever runs at the deadline is killed and called stuck. ``during()`` runs meanwhile."""
+        """How all ended; a process that runs at the deadline is killed and called stuck. ``during()`` runs
+        meanwhile."""
         end = time.monotonic() + deadline
         said: dict[int, Outcome | None] = {}
         try:
@@ -181,7 +182,7 @@ class Crowd:
             while len(said) < len(self._ends) and (left := end - time.monotonic()) > 0:
                 ready = wait([mine for rank, mine in enumerate(self._ends) if rank not in said], timeout=left)
                 said |= {rank: _said(mine) for rank, mine in enumerate(self._ends) if mine in ready}
-        finally:  # also where the test was ended: nobody may be left, stopped or spinning
+        finally:  # even if the test was ended: no process may be left, stopped or spinning
             stuck = {rank: _stacks(pid) for rank, pid in enumerate(self.pids) if rank not in said}
             for mine in self._ends:
                 mine.close()

@@ -34,7 +34,7 @@ class Party:
         return self.group.reconfigure(uuid, self.handles(who), timeout)
 
     def facts(self) -> tuple[int, int, float]:
-        """(rank, size, the sum of everybody's number plus one)."""
+        """(rank, size, the sum of all members' numbers plus one each)."""
         total = torch.tensor([float(self.me + 1)])
         self.group.all_reduce(total)
         return self.group.rank, self.group.size, total.item()
@@ -78,7 +78,7 @@ def _nothing() -> None:
 
 
 def around(owner: Any, name: str, before: Act = _nothing, after: Act = _nothing, item: bytes | None = None) -> None:
-    """From now on ``before`` and ``after`` are called around a method; where it has an item, only around that one."""
+    """Call ``before`` and ``after`` around a method from now on; with ``item``, only around calls with that item."""
     call = getattr(owner, name)
 
     def called(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a reduction is to give, for every element type and operation, by torch's own arithmetic."""
+"""The expected result of a reduction, for every element type and operation, by torch's own arithmetic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def as_int64(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def divided(value: int, by: int) -> int:
-    """Toward zero, and exact, which torch's own division of 64-bit integers is not."""
+    """Divide toward zero, and exactly, which torch's own division of 64-bit integers is not."""
     return abs(value) // by * (1 if value >= 0 else -1)
 
 

@@ -1,7 +1,7 @@
 """``python -m tests.support.run_blocks FOLDER``: runs each Python file there by itself, in a process that has
 loaded torch, and says how those that fail ended, a zero byte after each.
 
-What a comment after ``print(...)`` shows must be printed, with ``...`` for anything; comments in words are skipped."""
+``print(...)`` must print what the comment behind it shows, with ``...`` for anything; comments in words are skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 180  # seconds for a block: the compiler alone takes 60 on a busy machin
 
 
 def run_alone(path: Path) -> str:
-    """What a fork that runs the file has to say; nothing when all is well."""
+    """The complaints of a fork that runs the file; "" if all is well."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

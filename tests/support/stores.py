@@ -13,7 +13,7 @@ except ModuleNotFoundError:
 
 
 class MinimalStore(Store):
-    """What a user would write: the primitives on a dict, and nothing else."""
+    """A store as a user would write it: the primitives on a dict, and nothing else."""
 
     def __init__(self) -> None:
         self.data: dict[str, bytes] = {}
@@ -52,7 +52,7 @@ class MinimalStore(Store):
 
 
 class TinyStore(Store):
-    """The least: no compare_set, no delete."""
+    """The smallest store: no compare_set, no delete."""
 
     def __init__(self):
         self.data = {}

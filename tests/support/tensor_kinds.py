@@ -56,7 +56,7 @@ def _slice(values: torch.Tensor) -> torch.Tensor:
     return whole[3 : 3 + values.numel()].copy_(values)
 
 
-# Dense tensors that are what their memory holds: all of them take the fast path.
+# Dense tensors whose values are what their memory holds: all of them take the fast path.
 OF_THEIR_MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "heap": torch.clone,
     "low address": at_low_address,

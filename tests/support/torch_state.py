@@ -1,4 +1,4 @@
-"""What of torch others might have changed: its functions, classes, kernels, lowerings and the finders of modules.
+"""The state of torch that others may change: its functions, classes, kernels, lowerings and the finders of modules.
 
 For processes of their own, in which nothing of ours has touched torch before the first look.
 """
@@ -60,7 +60,7 @@ _modules |= {"lowering", "finder", "skipped", "defaults", "kernels", "rules"}
 
 
 def changed(before: State, now: State) -> list[str]:
-    """What of ``before`` is another now, and what is new in modules that were loaded then."""
+    """What has changed since ``before``, and what is new in modules that were loaded then."""
 
     def same(a: Any, b: Any) -> bool:
         return a is b or (isinstance(a, (str, list)) and a == b)

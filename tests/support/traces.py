@@ -1,4 +1,4 @@
-"""Records of calls that are made by hand, and symcomm trace as a program."""
+"""Records of calls, made by hand, and symcomm trace as a program."""
 
 from __future__ import annotations
 

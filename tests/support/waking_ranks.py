@@ -31,7 +31,7 @@ def pass_round(g: ProcessGroup, t: torch.Tensor) -> None:
 
 
 def sleeps(g: ProcessGroup, call: str) -> list[int]:
-    """Of the rank that slept most, in every so many calls after a disturbance, until no rank sleeps often."""
+    """How often the rank that slept most slept in each CALLS calls after a disturbance, until no rank sleeps often."""
     t, run, found = torch.ones(4), globals()[call], []
     if g.rank == 0:
         time.sleep(0.02)  # so all others sleep

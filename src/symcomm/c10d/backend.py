@@ -1,7 +1,8 @@
 """Backend: an engine that a ProcessGroup sends the operations of one kind of device to.
 
-PyTorch's class can be subclassed in Python since 2.15; this one with every version. Define what the engine does; what
-it does not define is refused in words. TorchGroup (our engine) and PyTorch's own backends count as Backends too.
+PyTorch's class can be subclassed in Python since 2.15; this one with every version. A subclass defines what its engine
+does, and every other call raises an error that says so. TorchGroup (our engine) and PyTorch's own backends count as
+Backends too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from symcomm.torch_backend.group import TorchGroup
 
 
 class AnyBackendOptions(Options):
-    """What every backend can be told."""
+    """Options that every backend has."""
 
     __slots__ = ()
     backend = Option("", None)
@@ -144,7 +145,7 @@ _TO_DEFINE = (
 for _name in _TO_DEFINE:
     setattr(Backend, _name, _refused(_name))
 
-# Newer names: a subclass may define either, and is found by both.
+# Newer names: a subclass may define either one, and has both.
 NEWER_NAMES = {op.torch: op.older for op in OPS if op.older} | {op.alias: op.torch for op in OPS if op.alias}
 
 

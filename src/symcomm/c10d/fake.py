@@ -1,6 +1,6 @@
 """The fake group: every collective returns at once and leaves plausible data behind.
 
-For trying out sharding, memory use and graphs of a large job in one process. What arrives "from others" is our own
+Use it to try out sharding, memory use and graphs of a large job in one process. What arrives "from others" is our own
 data; sums leave the input as it is.
 """
 
@@ -89,8 +89,8 @@ class FakeProcessGroup(Backend):
     def _end_coalescing(self) -> FakeWork:
         return FakeWork()
 
-    # What collectives leave behind; the others, and messages, leave everything as it is. They get tensors, then options
-    # or plain arguments.
+    # These write what collectives leave behind; other calls change nothing. They get tensors, then options or plain
+    # arguments.
 
     def _fill_allgather(self, outputs: Any, inputs: Any, *_: Any) -> None:
         _spread(single("all_gather", inputs, "input tensor list"), _pieces(outputs))
@@ -138,17 +138,15 @@ class FakeProcessGroup(Backend):
         output.zero_().view(-1)[:kept].copy_(input.reshape(-1)[:kept])
 
     def _at_root(self, call: str, argument: str, lists: Any, rest: tuple[Any, ...]) -> list[Any]:
-        """The list of one tensor for each rank that only the root has."""
+        """The root's list of one tensor for each rank; other ranks have none."""
         pieces = _pieces(lists)
-        if self._is_root(rest):
+        given = next((item for item in rest if item is not None), None)  # options, or the root
+        if self._rank == root_of(given):
             return self._one_each(call, argument, pieces)
         if pieces:
             allowed = "empty on ranks that are not the root"
             raise errors.bad_argument(call, argument, f"{len(pieces)} tensors", allowed)
         return []
-
-    def _is_root(self, rest: tuple[Any, ...]) -> bool:
-        return self._rank == root_of(next((item for item in rest if item is not None), None))  # options, or the root
 
     def _one_each(self, call: str, argument: str, pieces: Sequence[Any]) -> list[Any]:
         if len(pieces) != self._size:
@@ -158,7 +156,7 @@ class FakeProcessGroup(Backend):
 
 
 def _operation(name: str, call: str) -> Any:
-    """``call`` by one of its names."""
+    """The method for ``call`` by one of its names."""
     fill = getattr(FakeProcessGroup, f"_fill_{call}", None)
     is_message = call in ("send", "recv", "recv_anysource")
 

@@ -49,12 +49,12 @@ class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
 
 
 def device_of(args: Any) -> torch.device | None:
-    """Where the first tensor in ``args``, lists of lists included, lives."""
+    """The device of the first tensor in ``args``, which may be lists of lists."""
     return next((item.device for item in flat(args) if isinstance(item, torch.Tensor)), None)
 
 
 def _of_default_backend(name: str) -> property:
-    """What the default backend says; False where it says nothing."""
+    """A property of the default backend; False if it has none of that name."""
     return property(lambda self: bool(getattr(self._default_backend(), name, False)))
 
 
@@ -77,7 +77,7 @@ class ProcessGroup(PythonGroup, metaclass=_AnyGroup):
         self._default = BackendType.UNDEFINED
         self._started = 0
         self._bound: torch.device | None = None
-        # PyTorch's C++ backends are called through a group of its own, which knows how.
+        # PyTorch's C++ backends are called through this group of PyTorch's, which knows how.
         self._theirs = dist.ProcessGroup(rank, size)
 
     # --- backends ---------------------------------------------------------------------------------------------
@@ -266,9 +266,8 @@ class ProcessGroup(PythonGroup, metaclass=_AnyGroup):
         """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
         checks.merge_group(store, size, self._size, timeout, group_name, group_desc)
         ours = next((b for b in self._kinds.values() if isinstance(b, TorchGroup)), None)
-        check = (
-            (lambda: None) if ours is None else derived.merge_check(ours.core, store)
-        )  # PyTorch's do not say who lives
+        # PyTorch's groups do not say who lives.
+        check = (lambda: None) if ours is None else derived.merge_check(ours.core, store)
         engine = derived.merged(TorchGroup, store, size, timeout, group_name or f"{self.names.name}:merge", check)
         return self._around(engine, group_desc or f"{self.names.desc}:merge", self._device_types or [_CPU])
 

@@ -1,8 +1,8 @@
 """The options objects that collectives take, and the reduce operation that some of them hold.
 
-Each attribute checks and converts what it is given, as PyTorch's do; an attribute that does not exist cannot be set.
-Where PyTorch has a class of the same name, ours is one of these too, and keeps its C++ half up to date: engines that
-are written in C++ take them as they are.
+Each attribute checks and converts its value, as PyTorch's do; an attribute that does not exist cannot be set. If
+PyTorch has a class of the same name, ours derives from it too and keeps its C++ half up to date, so engines written in
+C++ take our options as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
 
 class Option:
-    """One attribute: its default, and how a value given to it is checked and converted; None: it cannot be set."""
+    """One attribute: its default, and the function that checks and converts values; None: it cannot be set."""
 
     def __init__(self, default: Any, convert: Callable[[str, Any], Any] | None):
         self._default = default
@@ -50,13 +50,15 @@ class Option:
         if instance is None:
             return self
         value = instance._values.get(self._name, self._default)
-        return value.copy() if isinstance(value, (list, set, dict)) else value  # who changes a copy changes no default
+        return (
+            value.copy() if isinstance(value, (list, set, dict)) else value
+        )  # so that callers cannot change the default
 
     def __set__(self, instance: Options, value: Any) -> None:
         if self._convert is None:
             raise AttributeError(f"{type(instance).__name__}.{self._name} is set when the object is made.")
         value = self._convert(f"{type(instance).__name__}.{self._name}", value)
-        half = getattr(instance._half, self._name, None)  # of newer torch there may be more than this one has
+        half = getattr(instance._half, self._name, None)  # an older torch may lack this one
         if half is not None:
             half.__set__(instance, for_torch(value))
         instance._values[self._name] = value
@@ -96,7 +98,7 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def with_half(kind: Kind, half: Any = None) -> Kind:
-    """``kind`` as a class that is PyTorch's of the same name, too, where PyTorch has one."""
+    """``kind`` as a class that also derives from PyTorch's of the same name, if PyTorch has one."""
     half = half or getattr(torch_c10d, kind.__name__.lstrip("_"), None)
     facts = {"__slots__": ("_values",), "_half": half, "__module__": kind.__module__, "__doc__": kind.__doc__}
     bases = (kind,) if half is None else (kind, half)
@@ -127,16 +129,25 @@ def _redop(name: str, value: Any) -> ReduceOp:
     return ReduceOp(redop, factor=factor)
 
 
-def _device(name: str, value: Any) -> torch.device | None:
-    if value is not None and not isinstance(value, torch.device):
-        raise wrong_type(name, "value", value, "a torch.device or None", "write torch.device(...)")
-    return value
+def _or_none(words: str, is_right: Callable[[Any], bool], fix: str = "") -> Callable[[str, Any], Any]:
+    """Takes None, and values of which ``is_right`` holds."""
+
+    def check(name: str, value: Any) -> Any:
+        if value is not None and not is_right(value):
+            raise wrong_type(name, "value", value, words, fix)
+        return value
+
+    return check
 
 
-def _store(name: str, value: Any) -> Any:
-    if value is not None and not callable(getattr(value, "compare_set", None)):
-        raise wrong_type(name, "value", value, "a Store")
-    return value
+def _with_method(name: str) -> Callable[[Any], bool]:
+    return lambda value: callable(getattr(value, name, None))
+
+
+_device = _or_none("a torch.device or None", lambda value: isinstance(value, torch.device), "write torch.device(...)")
+_store = _or_none("a Store", _with_method("compare_set"))
+_group = _or_none("a ProcessGroup or None", lambda value: isinstance(value, torch_c10d.ProcessGroup))
+_backend = _or_none("a Backend or None", _with_method("allreduce"))
 
 
 def _make_nccl_premul_sum(factor: Any) -> ReduceOp:
@@ -186,7 +197,7 @@ BarrierOptions = _options("BarrierOptions", _STREAMS, _BARRIER)
 
 @with_half
 class ReconfigureOptions(Options):
-    """Who forms a group from now on; see docs/how-to/reconfigure.md. Raises: WrongTypeError."""
+    """Which processes form a group from now on; see docs/how-to/reconfigure.md. Raises: WrongTypeError."""
 
     __slots__ = ()
     uuid = Option(0, integer)
@@ -205,18 +216,6 @@ class _WindowOptions(Options):
 PutOptions = _options("PutOptions", "``Window.put``: timeout and hints", {}, _WindowOptions)
 SignalOptions = _options("SignalOptions", "``Window.signal``, as PutOptions", {}, _WindowOptions)
 WaitSignalOptions = _options("WaitSignalOptions", "``Window.wait_signal``, as PutOptions", {}, _WindowOptions)
-
-
-def _group(name: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, torch_c10d.ProcessGroup):
-        raise wrong_type(name, "value", value, "a ProcessGroup or None")
-    return value
-
-
-def _backend(name: str, value: Any) -> Any:
-    if value is not None and not callable(getattr(value, "allreduce", None)):
-        raise wrong_type(name, "value", value, "a Backend or None")
-    return value
 
 
 class _DistributedBackendOptions(Options):

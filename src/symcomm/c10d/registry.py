@@ -1,8 +1,8 @@
 """Groups by name, works by tensor, and a few process-wide settings.
 
-There is one of each for PyTorch and for us: its C++ code reads them (functional collectives find groups by name and
-wait for works by tensor), so ours has to be the same. Our groups and works are taken as they are. Settings that an
-older PyTorch does not have yet are not here either.
+PyTorch and Symcomm share one of each: PyTorch's C++ code reads them (functional collectives find groups by name and
+wait for works by tensor). Our groups and works are taken as they are. Settings that an older PyTorch lacks are not here
+either.
 """
 
 from __future__ import annotations

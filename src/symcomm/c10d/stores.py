@@ -1,9 +1,8 @@
 """Stores: ours by PyTorch's names, each of them a ``torch.distributed.Store`` too, so that C++ takes them.
 
-They are those of symcomm.store, which need no torch, with a C++ half (see torch_backend/stores.py). As in PyTorch a
-time is a timedelta or a float here; those of symcomm.store take whole seconds, too.
-``as_torch_store`` gives one to a store that was made without. Our ``PrefixStore`` and ``_StoreCollectives``
-take stores of all kinds.
+They are those of symcomm.store, which need no torch, with a C++ half (see torch_backend/stores.py). As in PyTorch, a
+time is a timedelta or a float here; those of symcomm.store take whole seconds, too. ``as_torch_store`` gives a C++ half
+to a store that was made without one. Our ``PrefixStore`` and ``_StoreCollectives`` take stores of all kinds.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def _times_as_in_pytorch(store: _Class) -> _Class:
 
 
 def _to_time(call: str, timeout: Any) -> timedelta | float:
-    """What is over already is no time at all: a program may have subtracted."""
+    """A time that is over counts as 0: a program may have subtracted."""
     if isinstance(timeout, timedelta):
         return max(timeout, timedelta(0))
     if not isinstance(timeout, float):
@@ -112,11 +111,11 @@ class FileStore(OwnFileStore, Store):
         return FileStore(*args, **named)
 
     def num_keys(self) -> int:
-        """PyTorch keeps the number of stores that are open under a key, and that of closed ones, and counts both."""
+        """PyTorch keeps two numbers under keys, of the open and of the closed stores, and counts these keys."""
         return self._look(lambda table: len(table.values) + 1 + (table.closed_stores > 0))  # type: ignore[attr-defined]
 
     def delete_key(self, key: str) -> bool:
-        """True, as in PyTorch, which does not look whether the key is there; but a queue is no key in any store."""
+        """True, as in PyTorch, which does not look whether the key is there. But a queue is not a key."""
         return super().delete_key(key) or self.queue_len(key) == 0
 
 
@@ -201,10 +200,10 @@ class FakeStore(Store):
 
 
 def _test_python_store(store: Any) -> None:
-    """Make the calls of a store that a subclass written in Python has to answer, and check what comes back.
+    """Make the calls that a store written in Python has to answer, and check the answers.
 
-    Values are bytes, which is what PyTorch's C++ gives such a store. Of the calls that PyTorch's test does not make,
-    only those that the class defines itself are made.
+    Values are bytes, as PyTorch's C++ passes them to such a store. Calls that PyTorch's test does not make are made
+    only if the class defines them itself.
 
     Raises: WrongTypeError, CallerError that names the call whose answer was wrong."""
     if not isinstance(store, Store):

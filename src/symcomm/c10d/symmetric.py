@@ -1,4 +1,4 @@
-"""_SymmetricMemory: ours for the CPU, PyTorch's for other devices, by one name. And who can reach whose memory."""
+"""_SymmetricMemory: ours for the CPU and PyTorch's for other devices, by one name. Also how devices are connected."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _device(call: str, device: Any) -> bool:
     return device.type == "cpu"
 
 
-# --- who can reach whose memory -----------------------------------------------------------------------------------
+# --- how devices are connected ------------------------------------------------------------------------------------
 
 
 class _DMAConnectivity:

@@ -1,6 +1,6 @@
 """Names of PyTorch's that belong to other vendors' libraries: passed on where this build of PyTorch has them.
 
-Where it has not, they are here all the same, and say whose they are when they are used.
+Otherwise a name stands for an object that, when used, says which library it needs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _is_nvshmem_available() -> bool:
 
 
 def vendors() -> dict[str, Any]:
-    """Each name with PyTorch's own, or with what stands for it."""
+    """Each name with PyTorch's own object, or with a stand-in."""
     here: dict[str, Any] = {
         **{name: _absent_group(name, vendor) for name, vendor in GROUPS.items()},
         **{name: _absent_function(name, vendor) for name, vendor in FUNCTIONS.items()},

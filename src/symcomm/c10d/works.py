@@ -42,7 +42,7 @@ class Work(torch_c10d.Work, metaclass=_AnyWork):
         self._error: BaseException | None = None
 
     def _finish(self, error: BaseException | None = None) -> None:
-        """The operation ended; ``error`` says that it failed."""
+        """The operation has ended, or failed with ``error``."""
         self._error = error
         self._ended.set()
 

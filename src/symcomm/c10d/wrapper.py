@@ -1,7 +1,7 @@
 """_ProcessGroupWrapper: checks, before each collective of a backend, that all ranks call the same one.
 
-Our own engine always does that itself, with the data and at no extra cost, so for it the wrapper only passes calls on.
-For other backends the ranks compare what they are about to do through a second one.
+Our own engine always does that itself, with the data and at no extra cost, so the wrapper only passes its calls on. For
+other backends, the ranks first compare their calls through a second backend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from symcomm.group.interception import flat
 
 _WORDS_BYTES = 512  # of a call's description; longer ones end in a digest of the whole
 
-# What must agree among ranks, by place and by name: not what only the root has, nor what may differ.
+# The arguments that must agree among ranks, by place and by name: not what only the root has, nor what may differ.
 _COMPARED: dict[str, tuple[set[int], set[str]]] = {
     "allreduce": ({0}, {"tensors", "tensor"}),
     "allreduce_coalesced": ({0}, {"tensors"}),

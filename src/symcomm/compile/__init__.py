@@ -7,7 +7,7 @@ buffers.py     can a value be made straight in symmetric memory, and if not, why
 lowering.py    functional operator -> Inductor's IR
 codegen.py     the line of generated code that allocates a comm buffer
 one_shot.py    small sums that Inductor's auto_select makes one-shot
-cost.py        what a collective and a kernel take, roughly
+cost.py        how long a collective and a kernel take, roughly
 calibrate.py   where those numbers come from
 overlap.py     which collectives run beside kernels, and which block
 passes.py      which of torch's graph passes run, and how

@@ -1,4 +1,4 @@
-"""Can a value be made straight in symmetric memory, and if not, why.
+"""Decides whether a value can be made straight in symmetric memory, and if not, says why.
 
 ::
 
@@ -6,8 +6,8 @@
              kernel(..., out=buf0)                           kernel(..., out=buf0)
              all_reduce_(buf0)    copies buf0                all_reduce_(buf0)    peers read buf0 where it is
 
-torch's comm_lowering realizes a value as a comm buffer; what is asked here first is where that would be wrong, useless
-on a CPU, or slower.
+torch's comm_lowering realizes a value as a comm buffer. This file first checks whether that would be wrong, useless on
+a CPU, or slower.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from symcomm.torch_backend import versions
 
 
 def realize(box: Any, source: Any, group_name: str, direct: bool = True) -> str:
-    """Have the value made in symmetric memory. "" if it will be, else the reason why not.
+    """Have the value made in symmetric memory. Returns "" if it will be, else the reason why not.
 
     ``source`` is the node of the FX graph that makes it, ``direct`` whether the collective has a form without copies.
     """
@@ -39,7 +39,9 @@ def realize(box: Any, source: Any, group_name: str, direct: bool = True) -> str:
         return "the C++ wrapper allocates its buffers itself"
     box.realize()
     buffer = _buffer_of(box)
-    reason = _why_not(box, buffer) or (_why_kept(source) if source is not None else "")
+    reason = _why_not(box, buffer)
+    if not reason and source is not None and leaves_graph(source):
+        reason = "it is a result of the graph too"  # torch copies these, so nothing would be won
     if not reason:
         comm_lowering.realize_as_comm_buffer(box, ir.CommBufferType.SYMM_MEM, group_name)
     return reason
@@ -64,7 +66,7 @@ def _why_not(box: Any, buffer: Any) -> str:
     if isinstance(layout, ir.NonOwningLayout):
         return "it lies inside another value"
     if not buffer.should_allocate():
-        return f"{_maker(buffer)} allocates it"
+        return f"{getattr(buffer, 'python_kernel_name', None) or type(buffer).__name__} allocates it"
     if isinstance(layout, ir.CommBufferLayout):
         return ""
     if not isinstance(layout, (ir.FixedLayout, ir.FlexibleLayout)):
@@ -80,15 +82,6 @@ def _covers(box: Any, buffer: Any) -> bool:
     return offset == 0 and V.graph.sizevars.statically_known_equals(box.get_numel(), buffer.get_numel())
 
 
-def _maker(buffer: Any) -> str:
-    return getattr(buffer, "python_kernel_name", None) or type(buffer).__name__
-
-
-def _why_kept(source: Any) -> str:
-    """Comm buffers that leave the graph are copied by torch, so nothing would be won."""
-    return "it is a result of the graph too" if leaves_graph(source) else ""
-
-
 def leaves_graph(node: Any) -> bool:
     """Whether the graph returns it, or one of its several results, as it is."""
     return any(
@@ -100,9 +93,9 @@ def leaves_graph(node: Any) -> bool:
 def whole_view(box: Any) -> Any:
     """The same tensor as a view of its buffer, if that is a comm buffer.
 
-    torch copies comm buffers that leave a graph, since theirs must not be seen outside; ours may (runtime.comm_buffer
-    gives memory out again only when nobody has it any more), and views are let through. What leaves before it was
-    awaited has to: a copy would be made of what is not there yet.
+    torch copies comm buffers that leave a graph, because its own must not be seen outside, but it lets views through.
+    Ours may leave: runtime.comm_buffer reuses memory only when nobody has it any more. A result that leaves before its
+    wait has to: a copy would copy what is not there yet.
     """
     if not isinstance(box.data, ir.StorageBox) or not isinstance(box.data.data.get_output_spec(), ir.CommBufferLayout):
         return box

@@ -1,7 +1,8 @@
 """Where the numbers in cost.py come from: ``python -m symcomm.compile.calibrate`` measures them on this machine.
 
 Two ranks, one thread each, make the calls that compiled graphs make. Each figure is the fastest of many, so a busy
-machine makes this slower rather than wrong; what is compared (with and without buckets, waits, pieces) takes turns.
+machine makes this slower rather than wrong. Variants that are compared (with and without buckets, waits, pieces) take
+turns.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DEADLINE = 600.0
 
 
 def fastest(steps: Sequence[Callable[[], Any]], seconds: float, least: int = 300) -> list[float]:
-    """Microseconds of each step, which take turns. Ranks make as many of them as the slowest rank has time for."""
+    """Microseconds of each step. Steps take turns, as often as the slowest rank has time for."""
     for step in steps:
         step()
     began = time.perf_counter()
@@ -60,7 +61,7 @@ def call_and_launch_us(nbytes: int, seconds: float) -> tuple[float, float]:
         ops.wait_tensor(ops.all_reduce_(tensor, "sum", "0"))
 
     (blocking,) = fastest([lambda: runtime.all_reduce_(tensor, "sum", "0")], seconds)
-    (launched,) = fastest([launch], seconds)  # not in turns: threads that have just been used still spin
+    (launched,) = fastest([launch], seconds)  # not in turns: threads that were just used still spin
     return blocking, launched
 
 
@@ -110,7 +111,7 @@ def pieces_and_whole_us(nbytes: int, seconds: float) -> tuple[float, float]:
 
 
 def _first(pays: dict[int, bool], rising: bool) -> int | None:
-    """The border of a choice that pays up to (or, rising, from) some size on: the largest (smallest) that pays."""
+    """The largest size at which a choice pays; the smallest one, if it pays from some size on (rising)."""
     sizes = [size for size, better in pays.items() if better]
     return (min(sizes) if rising else max(sizes)) if sizes else None
 

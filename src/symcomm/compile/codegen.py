@@ -1,6 +1,6 @@
 """The line of generated code that allocates a comm buffer.
 
-torch's own line names a CUDA device; ours is for the CPU, and reads the same, since tools look for it::
+torch's own line names a CUDA device. Ours is for the CPU and reads the same, because tools look for it::
 
     before   buf0 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
     after    buf0 = empty_strided_p2p((64, 64), (64, 1), torch.float32, 'cpu', group_name='0', alloc_id=71)
@@ -19,7 +19,7 @@ from symcomm.undo import Switch, Undo, all_of, replace
 
 RUNTIME = "symcomm_runtime"
 IMPORT = f"import symcomm.compile.runtime as {RUNTIME}"
-_BIND = f"empty_strided_p2p = {RUNTIME}.comm_buffer"  # in the place of torch's; other devices' lines go on to that
+_BIND = f"empty_strided_p2p = {RUNTIME}.comm_buffer"  # instead of torch's, which it calls for other devices
 
 # Generated code is cached on disk and may meet code that another process generated, so numbers begin anywhere.
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "little") << 14)
@@ -41,14 +41,14 @@ _writer = Switch(_change_writer)
 
 
 def write_for_cpu(holder: str) -> Undo:
-    """Inductor writes the line for CPU tensors, until every holder has undone this. Two need it: our lowerings, and
-    torch's own lowerings of ``torch.ops.symm_mem`` while these operators take CPU tensors."""
+    """Make Inductor write the line for CPU tensors, until every holder has undone this. There are two holders: our
+    lowerings, and torch's own lowerings of ``torch.ops.symm_mem`` while these operators take CPU tensors."""
     _writer.on(holder)
     return functools.partial(_writer.off, holder)
 
 
 def _allocate_by(theirs: Callable[..., None]) -> Callable[..., None]:
-    """What writes that line, for both devices."""
+    """A function that writes that line, for both devices."""
 
     def allocate(self: Any, code: Any) -> None:
         node: Any = self.node
@@ -64,7 +64,7 @@ def _allocate_by(theirs: Callable[..., None]) -> Callable[..., None]:
 
 
 def _bind_name(wrapper: Any) -> None:
-    """Once a module. Imports stand above the header, in which torch binds the name to its own."""
+    """Bind the name, once a module. Imports stand above the header, in which torch binds the name to its own."""
     if wrapper not in _bound:
         _bound.add(wrapper)
         wrapper.add_import_once(IMPORT)

@@ -1,14 +1,15 @@
-"""What a collective and a kernel take, roughly: enough to tell 5 microseconds from 500.
+"""How long a collective and a kernel take, roughly: enough to tell 5 microseconds from 500.
 
-Numbers are of Neoverse N1 cores, two ranks on two of them; ``python -m symcomm.compile.calibrate`` measures them on any
-machine. Near the border both choices take about the same time, and results never depend on it. All ranks decide from
-sizes alone where their calls have to match (which collectives are joined); whether a rank blocks or waits later is its
-own affair.
+The numbers are from two Neoverse N1 cores with one rank each; ``python -m symcomm.compile.calibrate`` measures them on
+any machine. Near the border both choices take about the same time, and results never depend on it. Where ranks' calls
+have to match (which collectives are joined), ranks decide by sizes alone; whether to block or to wait later, each
+decides for itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -33,10 +34,11 @@ def tensor_bytes(value: Any) -> int:
     """Bytes of a (fake) tensor; symbolic sizes count as their example."""
     if not isinstance(value, torch.Tensor):
         return 0
-    count = 1
-    for size in value.shape:
-        count *= int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
-    return count * value.dtype.itemsize
+    return math.prod(map(_example, value.shape)) * value.dtype.itemsize
+
+
+def _example(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
 
 
 def collective_us(nbytes: int, world: int) -> float:
@@ -55,17 +57,11 @@ def kernel_us(node: Any) -> float:
     inputs = [n.meta.get("val") for n in node.all_input_nodes]
     if node.target.overloadpacket in _MATMULS and isinstance(out, torch.Tensor):
         left = next((v for v in inputs[::-1][1:2] if isinstance(v, torch.Tensor)), None)  # the last two are factors
-        inner = tensor_bytes(left) / left.dtype.itemsize / max(1, _rows(left)) if left is not None else 1
+        inner = _example(left.shape[-1]) if left is not None else 1
         return 2 * tensor_bytes(out) / out.dtype.itemsize * inner / FLOPS_PER_US
     if torch.Tag.core in node.target.tags and node.target.is_view:
         return 0.0
     return (tensor_bytes(out) + sum(map(tensor_bytes, inputs))) / BYTES_PER_US
-
-
-def _rows(tensor: torch.Tensor) -> int:
-    last = tensor.shape[-1]
-    last = int(last.node.hint) if isinstance(last, torch.SymInt) and last.node.hint is not None else int(last)
-    return tensor_bytes(tensor) // tensor.dtype.itemsize // max(1, last)
 
 
 def has_idle_cores(ranks: int) -> bool:

@@ -36,7 +36,7 @@ HEAD = ["collective", "input", "size", "plan", "zero-copy", "wait"]
 def explain(fn: Callable[..., Any], *args: Any, show: bool = True, **kwargs: Any) -> Explanation:
     """Compile ``fn``, call it once with these arguments, and print what became of each collective.
 
-    A backward pass belongs to it if ``fn`` runs one. Every rank calls this; ``show=False`` prints nothing.
+    This includes a backward pass if ``fn`` runs one. Every rank calls this; ``show=False`` prints nothing.
 
     Raises: what ``fn`` and its compilation raise.
     """

@@ -1,7 +1,7 @@
-"""What: Inductor compiles collectives of our groups our way. Five places of it are changed: the lowerings of the
-table's operators, the line that allocates a comm buffer (codegen.py), the function that compiles one graph (for the
-passes' settings), the key of its cache and the loading of its code. Each asks whether a group is ours, and otherwise
-does what it did before.
+"""What: Inductor compiles collectives of our groups our way. We change five places: the lowerings of the table's
+operators, the line that allocates a comm buffer (codegen.py), the function that compiles one graph (for the passes'
+settings), the key of its cache and the loading of its code. Each asks whether a group is ours, and otherwise does what
+it did before.
 Why: torch's own lowerings copy into a buffer of their own, launch and wait.
 Versions: all.
 Undo: ``uninstall()``; what is compiled already stays as it is.
@@ -106,7 +106,8 @@ def _with_settings(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_operators(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Code from the compiler's cache may call operators that this process has had no reason to ask for yet."""
+    """Install the operators that code from the compiler's cache may call, though this process has not needed them
+    yet."""
 
     @functools.wraps(theirs)
     def post_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +121,7 @@ def _with_operators(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_our_key(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """The same graph on another backend's group of the same name is another graph."""
+    """Add our key to the cache's: on another backend's group of the same name, the same graph compiles differently."""
 
     @functools.wraps(theirs)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -142,6 +143,6 @@ def _key() -> str:
     ours = [(group.group_name, group.size()) for group in groups]
     idle = [cost.has_idle_cores(size) for _, size in ours]
     chosen = f"{options.current().key()} {cost.bucket_bytes()}"
-    if report.is_debugging():  # from a cache there would be nothing to tell
+    if report.is_debugging():  # a graph from the cache would report nothing
         chosen += os.urandom(8).hex()
     return f"{__version__} {chosen} {sorted(ours)} {idle}" if ours else ""

@@ -1,8 +1,7 @@
-"""Functional operators -> Inductor's IR, where the group is ours and the tensors are on the CPU.
+"""Lowers functional operators to Inductor's IR, if the group is ours and the tensors are on the CPU.
 
-Two things are decided for each collective, one without the other: whether its input is made in symmetric memory
-(buffers.py), and whether it is one call that blocks or a launch and a wait (overlap.py). A launch is lowered by torch's
-own lowering.
+There are two independent choices for each collective: whether its input is made in symmetric memory (buffers.py), and
+whether it is one call that blocks or a launch and a wait (overlap.py). torch's own lowering makes the launches.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def group_of(node: Any) -> Any:
 
 
 def name_groups(graph: Any) -> None:
-    """Graphs of make_fx hold groups themselves; where they are ours, their names take their place."""
+    """Replace groups of ours by their names: graphs of make_fx hold the groups themselves."""
     for node in graph.nodes:
         held = [value for value in node.args if isinstance(value, torch.fx.Node) and value.op == "get_attr"]
         group = group_of(node) if held else None
@@ -53,7 +52,8 @@ def name_groups(graph: Any) -> None:
 
 
 class BlockingKernel(ir._CollectiveKernel):
-    """A collective that has ended when the next line runs. Only the name of what is called differs from torch's."""
+    """A collective that has ended when the next line runs. Only the name of the called function differs from
+    torch's."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -66,8 +66,8 @@ class BlockingKernel(ir._CollectiveKernel):
 
 @contextlib.contextmanager
 def kept_until_awaited(node: Any) -> Iterator[None]:
-    """While a collective is lowered. Inductor gives memory to other values after its last use, and a wait is a use.
-    What the graph does not wait for, its caller may: until then peers read and write these tensors."""
+    """Entered while a collective is lowered. Inductor reuses memory after its last use, and a wait is a use. If the
+    graph does not wait for the collective, its caller may; until then peers read and write these tensors."""
     before = len(V.graph.operations)
     yield
     if overlap.is_awaited(node) or overlap.blocks(node, group_of):
@@ -94,7 +94,7 @@ def then_in_place(entry: Any, theirs: Lowering, inputs: Any, *args: Any) -> Any:
     node = V.graph.current_node
     boxes = []
     for box in map(clone, _listed(inputs)):
-        if not overlap.blocks(node, group_of):  # as torch has it: fused with others, the launch would wait for them
+        if not overlap.blocks(node, group_of):  # as in torch: a launch fused with others would wait for them
             box.realize()
             V.graph.no_fuse_buffer_names.add(box.get_name())
         boxes.append(ir.ExternKernel.require_contiguous(box))
@@ -161,7 +161,7 @@ def into(entry: Any, theirs: Lowering, input: Any, *args: Any, out: Any) -> Any:
 
 
 def unchanged(entry: Any, theirs: Lowering, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch makes of it is what we want; only the input may be symmetric."""
+    """As torch lowers it; only the input may become symmetric."""
     node = V.graph.current_node
     group = group_of(node)
     boxes = [ir.ExternKernel.require_contiguous(box) for box in _listed(inputs)]
@@ -171,15 +171,15 @@ def unchanged(entry: Any, theirs: Lowering, inputs: Any, *args: Any, **kwargs: A
 
 
 def as_torch_does(entry: Any, theirs: Lowering, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Messages: they have neither a form without copies nor one that blocks."""
+    """For messages, which have neither a form without copies nor one that blocks."""
     return theirs(inputs, *args, **kwargs)
 
 
 def wait(theirs: Lowering, box: Any) -> Any:
-    """Nothing for a collective that blocked. A result that leaves the graph here leaves it without a copy."""
+    """A collective that blocked needs no wait. A result that leaves the graph here leaves it without a copy."""
     node = V.graph.current_node
     source = node.args[0]
-    if getattr(source.target, "__name__", "") == "getitem":
+    if overlap.is_getitem(source):
         source = source.args[0]
     blocked = group_of(source) is not None and overlap.blocks(source, group_of)
     result = box if blocked else theirs(box)

@@ -5,7 +5,7 @@
     before   all_reduce_(buf0)             after   buf1 = torch.ops.symm_mem.one_shot_all_reduce(buf0)
              wait(buf0)
 
-torch decides which, and lowers them: up to ``one_shot_all_reduce_threshold_bytes``, of values that Inductor allocates.
+torch chooses and lowers them: sums of up to ``one_shot_all_reduce_threshold_bytes``, of values that Inductor allocates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_selected(box: Any, reduce_op: str, group_name: Any) -> bool:
     if not config._collective.auto_select or not versions.allocates_comm_buffers():
         return False
     if not getattr(box.get_numel(), "is_number", True):
-        return False  # torch compares symbolic sizes, too, and then cannot allocate what it chose
+        return False  # torch would choose it for symbolic sizes too, and then fail to allocate
     symm_mem.install()  # the operator takes CPU tensors, and every group of ours has symmetric memory
     return comm_lowering._should_lower_as_one_shot_all_reduce(box, reduce_op, group_name)
 

@@ -12,7 +12,7 @@ from symcomm import errors
 
 @dataclass(frozen=True)
 class Options:
-    """True: always. False: never. None: where the cost model says that it pays."""
+    """True: always. False: never. None: if the cost model says that it pays."""
 
     zero_copy: bool = True  # inputs of collectives are made in symmetric memory
     block: bool | None = None  # one call that ends with the collective, instead of a launch and a wait
@@ -51,7 +51,7 @@ def current() -> Options:
 
 @contextlib.contextmanager
 def configure(**changes: bool | None) -> Iterator[Options]:
-    """``with configure(bucket=False): ...``: what is compiled inside is compiled so. On every rank alike.
+    """``with configure(bucket=False): ...``: options for all that is compiled inside, the same on every rank.
 
     Raises: BadArgumentError."""
     known = [field.name for field in fields(Options)]

@@ -10,9 +10,10 @@
              wait(t)                                                      other()
              use(t); other()                                              wait(t); use(t)
 
-A launch and a wait cost more than a call that blocks. So each collective is asked: how much work is there that neither
-needs it nor is needed by it? Moving launches up and waits down is torch's (comms.raise_comms, comms.sink_waits), on the
-scheduler's nodes, after kernels are fused; it is switched on for graphs in which some collective does not block.
+A launch and a wait cost more than a call that blocks. So for each collective we ask: how much work is there that
+neither needs it nor is needed by it? torch moves launches up and waits down (comms.raise_comms, comms.sink_waits), on
+the scheduler's nodes, after kernels are fused. passes.py switches that on for graphs in which some collective does not
+block.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 
 from symcomm.compile import cost, options
 
-# Operators for which runtime.py has a call that blocks. Messages, and what torch makes of several calls, have none.
+# Operators for which runtime.py has a call that blocks. Messages, and calls that torch joined, have none.
 _CAN_BLOCK = {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out"}
 _CAN_BLOCK |= {"all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_"}
 _CAN_BLOCK |= {"all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"}
@@ -37,13 +38,18 @@ def is_wait(node: Any) -> bool:
     return node.op == "call_function" and node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
+def is_getitem(node: Any) -> bool:
+    """Whether a node takes one of several results."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
 def waits_of(node: Any) -> list[Any]:
     """The waits for a collective's results."""
     found = []
     for user in node.users:
         if is_wait(user):
             found.append(user)
-        elif getattr(user.target, "__name__", "") == "getitem":
+        elif is_getitem(user):
             found += [wait for wait in user.users if is_wait(wait)]
     return found
 
@@ -53,7 +59,7 @@ def is_awaited(node: Any) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, (list, tuple)):
         return _has_wait(node)
-    taken = {user.args[1]: user for user in node.users if getattr(user.target, "__name__", "") == "getitem"}
+    taken = {user.args[1]: user for user in node.users if is_getitem(user)}
     return all(place in taken and _has_wait(taken[place]) for place in range(len(value)))
 
 
@@ -62,14 +68,15 @@ def _has_wait(node: Any) -> bool:
 
 
 def await_once(graph: Any, ours: Callable[[Any], Any]) -> None:
-    """One wait for each result of a collective of ours; the values of a graph do not change, so others are the same.
+    """Keep one wait for each result of a collective of ours: the values of a graph do not change, so all waits give the
+    same.
 
     ::
 
         before   t = all_reduce(a); u = wait(t); f(u); v = wait(t); g(v)      after   t = all_reduce(a); u = wait(t)
                                                                                       f(u); g(u)
 
-    torch's passes take it for granted that there is one: bucketing raises where there are two.
+    torch's passes assume that there is one: bucketing raises if there are two.
     """
     for node in collectives_of(graph, ours):
         first: dict[Any, Any] = {}  # result -> its wait
@@ -108,7 +115,7 @@ def _blocks(node: Any, group: Any) -> bool:
 
 
 def _independent_us(node: Any) -> float:
-    """Kernels that neither need the result of a collective nor are needed for it."""
+    """The time of kernels that neither need the result of a collective nor are needed for it."""
     tied = _reached([node], lambda n: n.all_input_nodes) | _reached(waits_of(node), lambda n: n.users)
     return sum(cost.kernel_us(n) for n in node.graph.nodes if n not in tied and not is_wait(n))
 

@@ -4,19 +4,19 @@
 
     before   z = all_reduce(x); u = wait(z); f(u)      after   z = all_reduce_(x); u = wait(z); f(u)
 
-The pass asks whether anybody reads the input afterwards. It does not ask two things, on any backend:
+The pass checks whether anybody reads the input afterwards. On any backend, it misses two cases:
 
-* An input of the graph that is overwritten at the end: is the result, which now lies there, needed after that? ::
+* An input of the graph is overwritten at the end, and the result, which now lies there, is needed after that::
 
     z = all_reduce(x); ...; copy_(x, y); return z
 
-  (and if it is the result that is written there, and returned as well: that would be one tensor instead of two)
+  (The same if the result itself is written there and also returned: that would be one tensor instead of two.)
 
-* What a wait gave is the collective's result: has anybody else that? ::
+* The input is the result of another collective's wait, and somebody else has that result::
 
     z = all_reduce(x); u = wait(z); v = all_reduce(u); return z, wait(v)
 
-There the operator is lowered as what it was, on a copy.
+In both, the operator is lowered as what it was, on a copy.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Any
 
 import torch
 
-from symcomm.compile.overlap import collectives_of, is_wait
+from symcomm.compile.overlap import collectives_of, is_getitem, is_wait
 
 _WAS_FUNCTIONAL = "symcomm_functional"
 
 
 def note_functional(graph: Any, ours: Callable[[Any], Any]) -> None:
-    """Before torch's passes: the collectives that write nothing."""
+    """Mark, before torch's passes, the collectives that write nothing."""
     for node in collectives_of(graph, ours):
         node.meta[_WAS_FUNCTIONAL] = not node.target._schema.is_mutable
 
 
 def is_wrong(node: Any) -> bool:
-    """Whether a collective that writes its inputs wrote nothing before the passes, and had better go on so."""
+    """Whether a collective wrote nothing before the passes, and must not write its inputs now."""
     if not node.meta.get(_WAS_FUNCTIONAL):
         return False
     given = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
@@ -51,7 +51,7 @@ def _is_needed_elsewhere(node: Any, source: Any) -> bool:
             return True
         if shown.op in ("placeholder", "get_attr"):
             copies = [user for user in shown.users if user.target is torch.ops.aten.copy_.default]
-            written = all(_is_result_of(node, copy.args[1]) for copy in copies if copy.args[0] is shown)
+            written = all(node in _shown_by(copy.args[1]) for copy in copies if copy.args[0] is shown)
             return not written or _leaves_graph(node)
     return False
 
@@ -60,26 +60,18 @@ def _shown_by(node: Any) -> Iterator[Any]:
     """The node, what it is a view of, and so on."""
     while isinstance(node, torch.fx.Node):
         yield node
-        node = node.args[0] if is_wait(node) or _is_getitem(node) or _is_view(node) else None
-
-
-def _is_result_of(node: Any, value: Any) -> bool:
-    return any(shown is node for shown in _shown_by(value))
+        node = node.args[0] if _passes_on(node) else None
 
 
 def _leaves_graph(node: Any) -> bool:
     """Whether the graph returns the result, or a view of it."""
-    return any(
-        user.op == "output" or ((is_wait(user) or _is_getitem(user) or _is_view(user)) and _leaves_graph(user))
-        for user in node.users
-    )
+    return any(user.op == "output" or (_passes_on(user) and _leaves_graph(user)) for user in node.users)
 
 
-def _is_getitem(node: Any) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _is_view(node: Any) -> bool:
+def _passes_on(node: Any) -> bool:
+    """Whether a node gives the memory of its first argument: a wait, one of several results, or a view."""
+    if is_wait(node) or is_getitem(node):
+        return True
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     first = node.target._schema.arguments[:1]

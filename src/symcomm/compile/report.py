@@ -51,7 +51,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[Record]]:
-    """Collects the records of all that is compiled meanwhile."""
+    """Collects the records of all that is compiled inside."""
     records: list[Record] = []
     _listeners.append(records)
     try:

@@ -1,7 +1,7 @@
 """What compiled graphs call.
 
-A graph's generated code has one line for each: where a comm buffer is allocated, and where a collective runs that
-nothing can run beside. Both are called once an iteration, so both are short.
+A graph's generated code calls this file to allocate a comm buffer, and to run a collective beside which nothing can
+run. Both happen once an iteration, so both are fast.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _resolve: Any = _resolve_process_group
 
 # --- comm buffers -----------------------------------------------------------------------------------------------------
 
-MOST = 32  # places that one line of code keeps; only a program that collects results without end needs more
+MOST = 32  # buffers that one line of code keeps; only a program that collects results without end needs more
 
 
 class BufferSlot:
@@ -94,12 +94,12 @@ def comm_buffer(
 def _core_of(group_name: str) -> ProcessGroup:
     try:
         return _resolve(group_name).core
-    except RuntimeError:  # one that torch does not know: operators of torch.ops.symm_mem take its name, too
+    except RuntimeError:  # torch.ops.symm_mem also takes names of groups that torch does not know
         return find_group("comm_buffer", group_name)
 
 
 def places(group: ProcessGroup) -> dict[int, int]:
-    """How many places each line of generated code keeps on this group."""
+    """How many buffers each line of generated code keeps on this group."""
     return {line: len(kept) for line, kept in _places.get(group, {}).items()}
 
 
@@ -120,9 +120,9 @@ def _options(kind: Any, op: str | None = None, root: int | None = None) -> Any:
 
 
 def all_reduce_(tensor: Tensor, op: str, group_name: str) -> None:
-    """Straight to the core, unless the group's calls are watched. A model that writes tokens waits for many of
-    these, and between them its weights push everything else out of the caches: each object on the way costs.
-    """
+    """Straight to the core, unless somebody watches the group's calls. A model that writes tokens waits for many of
+    these calls, and between them its weights push everything else out of the caches, so each object on the way
+    costs."""
     group = _resolve(group_name)
     if group.calls.handle is None or is_profiling():
         group.allreduce([tensor], _options(AllreduceOptions, op))

@@ -1,6 +1,6 @@
-"""The result of each functional collective, empty: for the compiler (meta tensors) and for the call itself.
+"""Makes the empty result of each functional collective: for the compiler (meta tensors) and for the call itself.
 
-Each takes what its operator takes, up to the group. Results are contiguous, whatever the input is.
+Each function takes its operator's arguments, up to the group. Results are contiguous, whatever the input is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def same_each(inputs: Sequence[Tensor], *_: object) -> list[Tensor]:
 
 
 def sent(input: Tensor, *_: object) -> Tensor:
-    """Nothing comes of a message that is sent; there is something to wait for."""
+    """An empty tensor to wait for: sending gives no other result."""
     return input.new_empty(0)
 
 
@@ -52,7 +52,7 @@ def all_to_all(input: Tensor, out_splits: Sequence[int], *_: object) -> Tensor:
 
 
 def shard_dim(input: Tensor, gather_dim: int, shard_dim: int, group_size: int, *_: object) -> Tensor:
-    """Split along one dimension before, along another one afterwards."""
+    """Split along ``gather_dim`` before, along ``shard_dim`` afterwards."""
     shape = list(input.shape)
     shape[gather_dim] *= group_size
     shape[shard_dim] //= group_size

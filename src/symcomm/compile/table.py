@@ -26,7 +26,7 @@ class Entry:
     operator: str
     meta: Callable[..., Any]
     eager: str
-    gradient: str  # the collective that brings the gradients back, or why there is none
+    gradient: str  # the collective of the backward pass, or why there is none
     plan: MakePlan | None
     lowering: lowering.Lowering
     direct: bool = True  # whether there is a form without copies
@@ -108,8 +108,8 @@ _ENTRIES = (
           _all_to_all, lowering.unchanged, direct=False),
 )  # fmt: skip
 TABLE = {entry.operator: entry for entry in _ENTRIES}
-WAIT = _C + "wait_tensor"  # its shape is its input's, it waits for the Work of that, and its gradient is waited for
-# The same of several tensors (since torch 2.14), in gradients of coalesced collectives. It is left to torch's lowering.
+WAIT = _C + "wait_tensor"  # gives its input once the input's Work has ended; gradients go through a wait of their own
+# The same for several tensors (since torch 2.14), in gradients of coalesced collectives. torch's lowering handles it.
 WAIT_FOR_ALL = _C + "wait_tensors"
 
 

@@ -1,6 +1,6 @@
-"""When a rank no longer uses its peers' memory on a GPU, nor they its own.
+"""Tells when a rank no longer uses its peers' memory on a GPU, and they no longer use its own.
 
-Shared memory is reused only then. This outlives the group, so it knows neither the group nor its errors.
+Shared memory is reused only then. A Departure outlives the group, so it knows neither the group nor its errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from symcomm.group.failure import Status
 
 
 def _has_passed(event: Any) -> bool:
-    """A GPU that is broken does nothing any more, and says so to whoever uses it."""
+    """Whether the GPU has passed the event. A broken GPU does nothing any more, and raises to its users."""
     try:
         return bool(event.query())
     except RuntimeError:
@@ -22,21 +22,21 @@ def _has_passed(event: Any) -> bool:
 
 
 class Departure:
-    """One rank's, of one group on one GPU."""
+    """One rank's departure from one group on one GPU."""
 
     def __init__(self, handle: Any, rank: int, device: int):
         self.handle, self._rank, self._device = handle, rank, device
         self.flag_words: Any = None  # of the group's collectives, once it has some
-        self.last_stream: int | None = None  # of those
+        self.last_stream: int | None = None  # of the last collective
         self.windows = 0  # into which peers may put at any time
         self.has_left = False
         self._lock = threading.Lock()
-        self._touching: list[Any] = []  # events of what reads or writes peers' memory
+        self._touching: list[Any] = []  # events behind reads and writes of peers' memory
 
     # --- this rank ----------------------------------------------------------------------------------------------
 
     def touch(self, event: Any) -> None:
-        """Behind ``event`` a stream of this rank has done something with peers' memory."""
+        """A stream of this rank uses peers' memory until it has passed ``event``."""
         with self._lock:
             self._touching = [e for e in self._touching if e is not event and not _has_passed(e)]
             self._touching.append(event)
@@ -47,7 +47,7 @@ class Departure:
             return bool(self._touching)
 
     def leave_when_done(self) -> None:
-        """Asked again and again once the group is over."""
+        """Called again and again once the group is over."""
         if self.last_stream is not None:  # its last operation may be using peers' staging areas
             import torch
 
@@ -60,7 +60,7 @@ class Departure:
             self.leave()
 
     def leave(self) -> None:
-        """Nothing of this rank uses peers' memory any more."""
+        """Say that nothing of this rank uses peers' memory any more."""
         self.has_left = True
         if self.flag_words is not None:
             self.flag_words.publish_left()
@@ -68,7 +68,7 @@ class Departure:
     # --- its peers ----------------------------------------------------------------------------------------------
 
     def dead(self) -> set[int]:
-        """Ranks whose processes have died, and with them all they had on a GPU."""
+        """Ranks whose processes have died, along with all their work on a GPU."""
         return {r["rank"] for r in self.handle.report()["ranks"] if r["gone"] == Status.DEAD}
 
     def staying(self, ranks: Iterable[int]) -> list[int]:
@@ -77,7 +77,7 @@ class Departure:
         return [r for r in ranks if r not in dead and not self.flag_words.has_left(r)]
 
     def is_left_alone(self) -> bool:
-        """Whether nobody uses anything of this rank's any more. Until the group is over, some may."""
+        """Whether no peer uses this rank's memory any more. Until the group is over, some may."""
         if not self.handle.status():
             return False
         self.leave_when_done()

@@ -9,19 +9,20 @@ from typing import Any, TypeVar
 
 from symcomm import errors
 from symcomm.errors import format_ranks
+from symcomm.memory.hosts import boot_id
 
 Result = TypeVar("Result")
 
 
 def current(device: int) -> Any:
-    """Within it ``device`` is the current GPU, which is what driver calls and streams without a name are about."""
+    """Makes ``device`` the current GPU inside a ``with``: the one for driver calls, and for streams without a name."""
     import torch
 
     return torch.cuda.device(device)
 
 
 def on_its_device(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Runs a method with the GPU of its object as the current one, whichever the caller's is."""
+    """A decorator: the method runs with its object's GPU as the current one, whatever the caller's is."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **more: Any) -> Result:
@@ -32,7 +33,7 @@ def on_its_device(method: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def need_cuda(call: str) -> None:
-    """One sentence of what is missing, where torch has no CUDA or the machine no GPU."""
+    """Raise if torch has no CUDA or the machine no GPU."""
     import torch
 
     if torch.version.cuda is None:
@@ -48,13 +49,11 @@ def describe(device: int) -> dict[str, Any]:
     """What other ranks must know of this rank's GPU."""
     import torch
 
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        host = file.read().strip()
-    return {"gpu": str(torch.cuda.get_device_properties(device).uuid), "pid": os.getpid(), "host": host}
+    return {"gpu": str(torch.cuda.get_device_properties(device).uuid), "pid": os.getpid(), "host": boot_id()}
 
 
 def check_reach(group: Any, device: int, everyone: Sequence[dict[str, Any]]) -> None:
-    """Ranks must be on one host, on the same GPU or on GPUs that can reach each other's memory."""
+    """Raise unless ranks are on one host, on the same GPU or on GPUs that can reach each other's memory."""
     import torch
 
     mine = everyone[group.rank]

@@ -1,7 +1,7 @@
-"""The few functions of NVIDIA's driver that we call, found in its own library: no package has to be installed for them.
+"""The few functions of NVIDIA's driver that we call, found in its own library, so no package has to be installed.
 
-Everything torch offers (streams, events, tensors) is torch's; this is what it does not offer: memory that other
-processes can open, and streams that write and wait for words in memory.
+We use torch for all that it offers (streams, events, tensors). It does not offer memory that other processes can open,
+nor streams that write words in memory and wait for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
-# name -> argument types; the numbers behind some names are the versions of the API that have 64-bit arguments
+# name -> argument types; a number behind a name is the version of the API that has 64-bit arguments
 _FUNCTIONS: dict[str, list[Any]] = {
     "cuInit": [_FLAGS],
     "cuGetErrorString": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
@@ -59,7 +59,7 @@ def _address_of(function: Any) -> int:
 
 @functools.cache
 def driver() -> Driver:
-    """The driver of this process; one sentence says what to do where there is none."""
+    """The driver of this process. Raises if there is none."""
     return Driver()
 
 
@@ -104,7 +104,7 @@ class Driver:
         return {}
 
     def enter(self, device: int) -> None:
-        """Make ``device`` the one that this thread's calls are about. Threads that torch never saw need it."""
+        """Make this thread's calls go to ``device``. Threads that torch never saw need it."""
         context = self._contexts.get(device)
         if context is None:
             number, found = ctypes.c_int(), _ADDRESS()
@@ -114,7 +114,7 @@ class Driver:
         self._check(f"using GPU {device}", self._cuCtxSetCurrent(context))
 
     def allow_in_captures(self) -> None:
-        """For a thread of ours: what it asks of the driver does not end the capture of a CUDA graph in another."""
+        """Keep this thread's calls of the driver from ending the capture of a CUDA graph in another thread."""
         mode = ctypes.c_int(RELAXED)
         self._check("leaving captures alone", self._cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
@@ -138,7 +138,7 @@ class Driver:
         return address.value
 
     def handle_of(self, address: int) -> bytes:
-        """What a peer needs to open the allocation at ``address``."""
+        """The handle by which a peer opens the allocation at ``address``."""
         handle = _Handle()
         self._check(
             "sharing memory with other processes (CUDA IPC)", self._cuIpcGetMemHandle(ctypes.byref(handle), address)
@@ -158,7 +158,7 @@ class Driver:
         return address.value
 
     def register(self, address: int, nbytes: int) -> int:
-        """Let GPUs read and write host memory; returns where they find it."""
+        """Let GPUs read and write host memory; returns its address for them."""
         result = self._cuMemHostRegister(address, nbytes, 3)  # for all devices, mapped
         if result != ALREADY_REGISTERED:
             self._check("showing host memory to the GPU", result)
@@ -176,11 +176,11 @@ class Driver:
         self._check("filling", self._cuMemsetD32Async(address, value, count, stream))
 
     def write(self, stream: int, address: int, value: int) -> None:
-        """The word at ``address`` becomes ``value`` once everything before it in the stream is done and visible."""
+        """Write ``value`` to the word at ``address`` once everything before it in the stream is done and visible."""
         self._check("writing a word", self._cuStreamWriteValue32(stream, address, value, 0))
 
     def wait(self, stream: int, address: int, value: int, flags: int = WAIT_AT_LEAST) -> None:
-        """What comes later in the stream begins once the word has that value (or more, counted cyclically)."""
+        """Let the rest of the stream wait until the word has that value (or more, counted cyclically)."""
         self._check("waiting for a word", self._cuStreamWaitValue32(stream, address, value, flags))
 
     def turn(
@@ -204,7 +204,7 @@ class Driver:
             self._check("meeting the other ranks on the GPU", result)
 
     def combine_on_host(self, stream: int, dtype: int, op: int, sources: tuple[int, ...], out: int, count: int) -> None:
-        """The CPU combines ``count`` elements of host memory into ``out`` when the stream has come so far."""
+        """Have the CPU combine ``count`` elements of host memory into ``out`` when the stream gets there."""
         result = native.enqueue_host_reduce(self._host_function, stream, dtype, op, sources, out, count)
         if result:
             self._check("having the host combine what ranks have", result)

@@ -93,7 +93,7 @@ class CudaExecutor(Executor):
 
     @explain_cuda_errors
     def execute(self, request: Request, async_op: Any, timeout: Timeout) -> Any:
-        """Meet the others, and put what was asked for into a stream."""
+        """Meet the others, and put the operation into a stream."""
         refusal = request.ask_autograd()
         request.keep_apart(self.state.rank, self.state.size)
         op, signature = request.op, self._signature(request)
@@ -109,13 +109,13 @@ class CudaExecutor(Executor):
         return work
 
     def refuse(self, error: Exception) -> None:
-        """Ranks meet in the core for operations on the GPU, too."""
+        """Refuse in the core, where ranks meet for operations on the GPU, too."""
         self.host.refuse(error)
 
     def all_gather_array(
         self, call: str, mine: array.array[Any], dtype: DType, timeout: Timeout, sizes: tuple[int, ...] | None = None
     ) -> array.array[Any]:
-        """The hosts meet for this one once they have met for all operations before, so that it comes in its order."""
+        """The hosts meet for this after they have met for all earlier operations, so that the order is kept."""
         for work in list(self.pending):
             work.await_queued(None)
         return self.host.all_gather_array(call, mine, dtype, timeout, sizes)
@@ -191,7 +191,7 @@ class CudaExecutor(Executor):
                     return None
 
         def not_put() -> None:
-            """Runs when they have not. Calls behind this one that count on it are seen to differ by WITH_INFOS."""
+            """Runs when they failed to. Later calls that count on this one are seen to differ by WITH_INFOS."""
             if self._queued == 1:
                 staging.promised = before
 
@@ -203,7 +203,7 @@ class CudaExecutor(Executor):
         return None
 
     def _capture(self, request: Request, signature: CudaSignature, async_op: Any, timeout: Timeout) -> None:
-        """Into the CUDA graph that is being captured. Hosts compare the call now, and no longer when it is replayed."""
+        """Add to the CUDA graph that is being captured. Hosts compare the call now, and not when it is replayed."""
         state = self.state
         timeout_ns = state.timeout_ns if timeout is None else to_ns(request.call, timeout)
         self.failures.check_usable(request.call, may_be_captured=True)
@@ -227,8 +227,7 @@ class CudaExecutor(Executor):
     # --- calls seen before ------------------------------------------------------------------------------------
 
     def run_fast_path(self, tensor: Any, op: Any) -> bool:
-        """A blocking all_reduce of a kind seen before, with as little as possible around it; False: it has to go the
-        long way."""
+        """Run a blocking all_reduce of a kind seen before, as fast as we can. False: it has to take the slow path."""
         view = native.view_gpu_tensor(tensor, self.device)
         if view is None:
             return False
@@ -254,7 +253,7 @@ class CudaExecutor(Executor):
         return True
 
     def _add_fast_path(self, request: Request, signature: CudaSignature, recipe: Recipe) -> None:
-        """Let the next call of this kind take the short way."""
+        """Let the next call of this kind take the fast path."""
         redop, dtype, [tensor] = RedOpType(signature.redop), request.dtype, request.result
         if not signature.elements or self.state.size == 1 or self._in_threads or redop is RedOpType.PREMUL_SUM:
             return
@@ -276,7 +275,7 @@ class CudaExecutor(Executor):
     def _prepare_large(
         self, collectives: StreamCollectives, dtype: DType, redop: RedOpType, count: int
     ) -> PreparedAllReduce:
-        """Of tensors that are combined in place where all ranks' are symmetric."""
+        """For tensors that are combined in place if all ranks' are symmetric."""
         staging = self.staging
 
         def run(handle: Any, plan: Any, timeout_ns: int, site: int, stream: int, address: int) -> int:
@@ -369,7 +368,7 @@ class CudaExecutor(Executor):
                 stage.streams.add(stream)
 
     def _note_in_place_use(self, stream: int) -> None:
-        """Peers use this rank's tensors, and it theirs, until the stream comes past this point."""
+        """Note that peers use this rank's tensors, and it theirs, until the stream has passed this point."""
         import torch
 
         try:
@@ -382,7 +381,7 @@ class CudaExecutor(Executor):
         self.failures.departure.touch(event)
 
     def _note(self, call: str, timeout: float) -> None:
-        """Have the watchdog look after what was put into a stream."""
+        """Have the watchdog watch what was put into a stream."""
         watchdog = self._watchdog
         assert watchdog.sequence is not None
         watchdog.sequence.what, watchdog.sequence.timeout = call, timeout

@@ -1,11 +1,11 @@
 """Failures of work on a GPU: detected by the watchdog, raised to callers.
 
-A rank that fails first tells all others, through the words that hosts and kernels poll; only then do its streams go on,
-and only then does its caller learn of it. So a result read from a peer's memory is valid if nobody had failed by the
-time the GPU was done with it: that is checked then, not before (``found``).
+The first rank that fails tells all others, through the words that hosts and kernels poll. Only then do its streams go
+on, and its caller learns of it. So a result read from a peer's memory is valid if nobody had failed by the time the GPU
+was done with it. ``found`` checks that afterwards, not before.
 
-Peers may be using this rank's tensors when it fails. They are told to stop, and the error is raised once they have
-stopped, and the rank's own works have ended, or after LEAVE_S: see docs/explanation/failures.md for what that means.
+Peers may be using this rank's tensors when it fails. It tells them to stop, and raises the error once they have stopped
+and its own works have ended, or after LEAVE_S: see docs/explanation/failures.md for what that means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VERDICT_S = 10.0  # the longest that a caller waits for the watchdog, which look
 def _has_passed(work: Any) -> bool:
     try:
         return work.has_passed()
-    except RuntimeError:  # the GPU is broken, as whoever asks the work is told
+    except RuntimeError:  # the GPU is broken; the work raises that to its users
         return False
 
 
@@ -54,17 +54,17 @@ class CudaFailures:
         self.handle = core.handle
         self._rank = core.rank
         self.device = device
-        self.error: errors.SymcommError | None = None  # once callers may have it
+        self.error: errors.SymcommError | None = None  # set once callers may have it
         self._verdict: errors.SymcommError | None = None
         self._raised = False
         self._settled = threading.Event()
         self._lock = threading.Lock()
         self.departure = Departure(core.handle, core.rank, device)
-        self.works: weakref.WeakSet[Any] = weakref.WeakSet()  # that fail along
+        self.works: weakref.WeakSet[Any] = weakref.WeakSet()  # works that fail with the group
         self._users: list[int] = []  # ranks that may be using this rank's tensors
         self._since: float | None = None  # when it failed
-        self._is_first = False  # to know of it on this rank
-        self._describe: Callable[[], errors.SymcommError] | None = None  # what went wrong, once somebody asks
+        self._is_first = False  # whether the failure was found here, before others on this rank knew of it
+        self._describe: Callable[[], errors.SymcommError] | None = None  # makes the error that says what went wrong
         self._has_captured = False
         self.watchdog = Watchdog(self)
         ref = weakref.ref(self)
@@ -76,15 +76,15 @@ class CudaFailures:
         """What went wrong so far, on any rank. None: whatever the GPU finished before the call is valid."""
         if self.error is None and (self._verdict is not None or self._describe is not None or self._is_over()):
             self.watchdog.wake()
-            if not self._settled.wait(VERDICT_S):  # whatever the reason, it is no success
+            if not self._settled.wait(VERDICT_S):  # no success, whatever the reason
                 return words.no_result(f"work on cuda:{self.device} on rank {self._rank}: the group has failed")
         if self.error is not None:
             self.handle.let_go()
         return self.error
 
     def give_up(self, work: Any, call: str, begun: float) -> None:
-        """A caller waits no longer for what is in a stream: the deadline of ``call`` is now. Returns once the group has
-        failed, and tensors are their owners' again, or ``work`` has passed after all."""
+        """Let the deadline of ``call`` pass now, since its caller waits no longer for what is in a stream. Returns once
+        the group has failed and tensors are their owners' again, or once ``work`` has passed after all."""
         sequence = self.watchdog.sequence
         late = (sequence.missing() if sequence is not None else []) or [self._rank]  # or this very GPU takes long
         self.watchdog.add(Outstanding(call, lambda: [] if _has_passed(work) else late, lambda _: None, begun, 0.0))
@@ -104,7 +104,8 @@ class CudaFailures:
         raise error
 
     def raise_cause(self, error: RuntimeError, call: str) -> NoReturn:
-        """CUDA itself raised ``error``: if a rank has died, that is why, since under MPS it takes the GPU from all."""
+        """Raise why CUDA raised ``error``: if a rank has died, that is the reason, since MPS then takes the GPU from
+        all."""
         if not isinstance(error, errors.SymcommError) and self.gone():
             now = time.monotonic()
             self.watchdog.add(Outstanding(call, self._dead, lambda _: None, now, float("inf")))
@@ -128,14 +129,14 @@ class CudaFailures:
             )
 
     def check_group(self) -> None:
-        """Raise if the group has failed; asks CUDA nothing, which may have errors of its own by then."""
+        """Raise if the group has failed. Asks CUDA nothing, since CUDA may have errors of its own by then."""
         self.raise_if_failed()
         core = self._core()
         if core is not None:
             core.check_usable()
 
     def watch_captured(self) -> None:
-        """Replays of a CUDA graph do not show on the host: look for dead ranks from now on, whatever is under way."""
+        """Look for dead ranks from now on, even if nothing is outstanding: the host does not see replays of a graph."""
         if not self._has_captured:
             self._has_captured = True
             self.watchdog.add(
@@ -146,7 +147,7 @@ class CudaFailures:
         return sorted(self.departure.dead())
 
     def add(self, work: Any) -> None:
-        """A work that fails when the group does, unless it was valid before."""
+        """Let ``work`` fail when the group does, unless it was valid before."""
         with self._lock:
             self.works.add(work)
 
@@ -157,7 +158,7 @@ class CudaFailures:
         return [r["rank"] for r in self.handle.report()["ranks"] if r["gone"]]
 
     def is_busy(self) -> bool:
-        """Peers wait for us to leave if the group fails."""
+        """Whether peers would wait for us to leave if the group failed."""
         return self.error is None and (self._has_captured or self.departure.windows > 0 or self.departure.is_touching())
 
     def has_failed(self) -> bool:
@@ -212,7 +213,7 @@ class CudaFailures:
         return words.no_result(f"{what} ended on rank {core.rank}, since the group failed on rank {origin}")
 
     def _stop(self) -> None:
-        """Before any wait is released: no kernel waits, or writes to peers, from now on, on any rank."""
+        """Called before any wait is released. From now on no kernel on any rank waits, or writes to peers."""
         sequence, flag_words = self.watchdog.sequence, self.departure.flag_words
         if flag_words is not None:
             self._users = sequence.users() if sequence is not None else []
@@ -223,8 +224,8 @@ class CudaFailures:
     def settle(self, now: float) -> bool:
         """Tell peers once this rank no longer uses their memory, and callers once peers no longer use its own.
 
-        The failure is described here, after waits were released: how a process ended is known a moment after its death,
-        when under MPS its memory may be gone, which streams released too late would still read."""
+        The failure is described here, after waits were released. How a process ended is known only a moment after its
+        death. Under MPS its memory may be gone by then, and streams released that late would still read it."""
         if self._verdict is None and self._describe is not None:
             self._verdict, self._describe = self._describe(), None
         self._since = now if self._since is None else self._since
@@ -239,7 +240,7 @@ class CudaFailures:
         return bool(self._users)
 
     def _has_running_works(self) -> bool:
-        """Whether a stream of this rank's own, which no caller's is behind, may still write to tensors of works."""
+        """Whether one of our own streams, for which no caller's stream waits, may still write to tensors of works."""
         with self._lock:
             return any(_is_running(work) for work in self.works)
 
@@ -279,8 +280,8 @@ class CudaFailures:
 
 
 def explain_cuda_errors(method: Callable[..., Result]) -> Callable[..., Result]:
-    """For methods of objects that have ``failures``: CUDA's own errors in them name the rank whose death caused them,
-    and a group that has failed is refused before CUDA is asked anything."""
+    """A decorator for methods of objects that have ``failures``. CUDA's own errors then name the rank whose death
+    caused them, and a failed group is refused before anything is asked of CUDA."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **more: Any) -> Result:
@@ -298,7 +299,7 @@ _known: weakref.WeakKeyDictionary[ProcessGroup, dict[int, CudaFailures]] = weakr
 
 
 def failures_of(core: ProcessGroup, device: int) -> CudaFailures:
-    """Shared by all that a group does on a GPU."""
+    """The one CudaFailures of a group on a GPU."""
     made = _known.setdefault(core, {})
     if device not in made:
         made[device] = CudaFailures(core, device)

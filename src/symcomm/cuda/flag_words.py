@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 def register_with_gpu(address: int, nbytes: int, owner: Any) -> int:
-    """The GPU's address of host memory. Once registered it stays so, and stays mapped."""
+    """The GPU's address of host memory, which stays registered and mapped for ever."""
     with _lock:
         key = (address, nbytes)
         if key not in _registered:
@@ -69,11 +69,11 @@ class FlagWords:
             native.store_word(address + 4 * LINE * self.world, 1)
 
     def set_arrival(self, rank: int, value: int) -> None:
-        """As if ``rank`` had reached it."""
+        """Make the GPU believe that ``rank`` has reached ``value``."""
         native.store_word(self._host[self.rank] + 4 * LINE * rank, value & 0xFFFFFFFF)
 
     def publish_left(self) -> None:
-        """Nothing of this rank reads or writes peers' memory any more."""
+        """Say that nothing of this rank reads or writes peers' memory any more."""
         for address in self._host:
             native.store_word(address + 4 * (LINE * self.rank + 1), 1)
 

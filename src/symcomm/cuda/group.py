@@ -1,6 +1,7 @@
-"""CudaGroup: the collectives of a process group on tensors in a GPU's memory: how its ranks meet, and what it owns.
+"""CudaGroup: the collectives of a process group on tensors in a GPU's memory.
 
-executor.py runs its requests, p2p.py has its messages, failure.py what goes wrong."""
+This file has how its ranks meet, and the parts that it owns: executor.py runs its requests, p2p.py sends its messages,
+failure.py handles failures."""
 
 from __future__ import annotations
 
@@ -56,14 +57,14 @@ def device_group(core: ProcessGroup, device: int) -> CudaGroup:
 
 @atexit.register
 def _finish_all() -> None:
-    """A process that exits loses what its streams have not done yet, for which peers may wait."""
+    """Let streams finish: a process that exits loses their outstanding work, for which peers may wait."""
     for group in list(_living):
         with contextlib.suppress(BaseException):
             group.finish()
 
 
 def device_views(device: int) -> Views:
-    """How tensors on one GPU are looked at."""
+    """The functions that view tensors on one GPU."""
 
     def read(call: str, name: str, tensor: Any) -> Any:
         return tensor_view(call, name, tensor, device)
@@ -114,7 +115,7 @@ class CudaGroup(GroupCalls):
         core.barrier()  # nobody's GPU writes a block of flag words that its owner has not cleared
 
     def _make_executor(self, everyone: list[dict[str, Any]], limits: CudaLimits | None) -> CudaExecutor:
-        """How operations are executed follows from what the ranks say of their GPUs and processes."""
+        """Choose how operations are executed, by what the ranks say of their GPUs and processes."""
         core, device = self.core, self.device
         pids, gpus = {c["pid"] for c in everyone}, {c["gpu"] for c in everyone}
         # Ranks that are threads share their default stream, in which one's wait would block the other's signal.
@@ -153,7 +154,7 @@ class CudaGroup(GroupCalls):
 
     @functools.cached_property
     def messages(self) -> CudaMessages:
-        """This rank's messages. Made by the first one, which a CUDA graph cannot hold."""
+        """This rank's messages, made on first use, which a CUDA graph cannot hold."""
         self.failures.check_usable("a message")
         return cuda_messages(self.core, self.device)
 
@@ -225,6 +226,6 @@ def _via_host(
 
 
 def _hold_stages(departure: Departure, stages: list[PoolBuffer]) -> None:
-    """A group is gone: its peers may still read its staging areas, and write them."""
+    """Called when a group is gone: peers may still read and write its staging areas."""
     if stages:
         hold(stages, departure.is_left_alone)

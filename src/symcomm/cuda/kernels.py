@@ -1,10 +1,10 @@
-"""Combining what several ranks have, on a GPU: one kernel reads all sources and writes all targets.
+"""Combines several ranks' data on a GPU: one kernel reads all sources and writes all targets.
 
 The kernels are CUDA C, compiled on first use by NVRTC, which comes with torch's CUDA builds, and started by the driver.
-On an H200 a launch through Triton took 12 to 18 us of the host's time, and ours with the copy, the write and the wait
-before it 10 us together. What they do not know (complex numbers, 8-bit
-floats), and builds without NVRTC, goes through torch's own operations. Both give the bits of the CPU's core: the tree
-over ranks, 16-bit floats in float32 and rounded once, integers wrapped around, AVG divided at the end.
+On an H200 a launch through Triton took 12 to 18 us of the host's time; ours took 10 us together with the copy, the
+write and the wait before it. torch's own operations handle what the kernels do not (complex numbers, 8-bit floats), and
+builds without NVRTC. Both give the bits of the CPU's core: the tree over ranks, 16-bit floats in float32 and rounded
+once, integers wrapped around, AVG divided at the end.
 """
 
 from __future__ import annotations
@@ -97,10 +97,9 @@ extern "C" __global__ void combine(const Places p, const unsigned long long n, c
 """
 
 
-# A kernel with several targets writes to peers. Once the group has failed they may have that memory back: it must not
-# begin then.
-# Blocks that read the host's word take 2 us one after the other: the first reads it, and tells the others by a word of
-# the GPU's memory.
+# A kernel with several targets writes to peers. Once the group has failed they may have that memory back, so the kernel
+# must not begin then. Blocks that read the host's word take 2 us each, one after the other. So only the first block
+# reads it, and tells the others by a word of the GPU's memory.
 _STOP = "const unsigned *stop; unsigned long long *gate, turn;"
 _LOOK = """
     __shared__ unsigned stopped;
@@ -121,13 +120,13 @@ _LOOK = """
 
 
 def source_of(dtype: DType, redop: RedOpType, sources: int, targets: int) -> str | None:
-    """The text of the kernel that combines, or None for what is left to torch."""
+    """The text of the kernel that combines, or None if torch has to do it."""
     stop, look = (_STOP, _LOOK) if targets > 1 else ("", "")
     return _filled(_TYPES + _KERNEL, dtype, redop, sources, targets=targets, stop=stop, look=look)
 
 
 def single_kernel_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None:
-    """The text of the kernel that does a whole all_reduce, or None for what is left to others."""
+    """The text of the kernel that does a whole all_reduce, or None if there is none."""
     at_once = max(1, 8 // world)
     return _filled(_TYPES + SINGLE_KERNEL, dtype, redop, world, threads=SINGLE_KERNEL_THREADS, at_once=at_once)
 
@@ -141,7 +140,7 @@ def _filled(text: str, dtype: DType, redop: RedOpType, sources: int, **more: int
 
 
 def _words(dtype: DType, redop: RedOpType, sources: int) -> dict[str, str] | None:
-    """What differs between kernels: types, and how to widen, join and finish."""
+    """The parts that differ between kernels: types, and how to widen, join and finish."""
     kind = _C_TYPES[dtype]
     same = {"type": kind, "wide": kind, "convert": "", "widen": "x", "finish": "a"}
     if dtype is DType.BOOL:
@@ -163,16 +162,9 @@ def _words(dtype: DType, redop: RedOpType, sources: int) -> dict[str, str] | Non
         half = dtype in _CONVERT
         wide = "float" if half else kind
         total = f"(a / ({wide}){sources})" if redop is RedOpType.AVG else "a"
-        finish = f"narrow({total})" if half else total
-        widen = "widen(x)" if half else "x"
-        return {
-            "type": kind,
-            "wide": wide,
-            "convert": _CONVERT.get(dtype, ""),
-            "widen": widen,
-            "join": join,
-            "finish": finish,
-        }
+        if half:
+            same |= {"wide": wide, "convert": _CONVERT[dtype], "widen": "widen(x)"}
+        return {**same, "join": join, "finish": f"narrow({total})" if half else total}
     if redop in (RedOpType.MIN, RedOpType.MAX):
         return {**same, "join": join}
     # Overflow wraps around, which C defines for unsigned numbers only. AVG divides the wrapped sum toward zero.
@@ -230,7 +222,7 @@ def _compile(text: str, device: int) -> bytes | None:
 
 
 class Combine:
-    """A kernel, and how it is started for so many elements."""
+    """A kernel, and how to start it for a number of elements."""
 
     def __init__(self, function: int, dtype: DType):
         self._function = function
@@ -289,13 +281,13 @@ def supports_single_kernel(device: int) -> bool:
 
 
 def single_kernel(device: int, dtype: DType, redop: RedOpType, world: int) -> SingleKernels | None:
-    """The kernels of a whole all_reduce, or None for what has none on any rank."""
+    """The kernels of a whole all_reduce, or None if no rank has one."""
     with _compiling:
         return _single_kernel_functions(device, dtype, redop, world)
 
 
 def kernel(device: int, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Combine | None:
-    """The kernel, or None for what is left to torch."""
+    """The kernel, or None if torch has to do it."""
     with _compiling:
         function = _function(device, dtype, redop, sources, targets)
     return Combine(function, dtype) if function is not None else None
@@ -307,7 +299,7 @@ def kernel(device: int, dtype: DType, redop: RedOpType, sources: int, targets: i
 def combine(
     device: int, dtype: DType, redop: RedOpType, sources: Sequence[int], targets: Sequence[int], count: int, stream: Any
 ) -> None:
-    """The same by torch's operations; ``stream`` is one of torch's."""
+    """Combine by torch's operations; ``stream`` is one of torch's."""
     import torch
 
     kind = getattr(torch, dtype.label)
@@ -351,7 +343,7 @@ def _total(redop: RedOpType, parts: Sequence[Any], kind: Any) -> Any:
 
 
 def _divided(total: Any, kind: Any, by: int) -> Any:
-    """Toward zero; unsigned numbers come as signed ones of the same bits."""
+    """Divide toward zero; unsigned numbers come as signed ones of the same bits."""
     import torch
 
     if kind is total.dtype:

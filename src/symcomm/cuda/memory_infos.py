@@ -16,7 +16,7 @@ class MemoryInfos:
 
     def __init__(self, world: int):
         self.mine, self.all = bytearray(INFO_BYTES), bytearray(INFO_BYTES * world)
-        # Viewed, they stay where they are.
+        # These views keep the memory where it is.
         self._views = [ctypes.c_char.from_buffer(memory) for memory in (self.mine, self.all)]
         mine, everyone = map(ctypes.addressof, self._views)
         self.ins, self.outs = (mine,), (everyone,)

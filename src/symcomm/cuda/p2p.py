@@ -1,9 +1,9 @@
 """Point-to-point messages of CUDA tensors.
 
-The bytes of a message are staged in memory that the receiver can open; an envelope between the hosts says where, which
-provides order, tags, any-source receives, deadlines and liveness. The sender's stream counts up in its own flag words
-when the bytes are there; the receiver's waits for that, copies, and acknowledges in the same block, upon which the
-memory is reused, and not before, whatever fails meanwhile. So two ranks can talk without the others of their group.
+The bytes of a message are staged in memory that the receiver can open. An envelope between the hosts says where; it
+also provides order, tags, any-source receives, deadlines and liveness. The sender's stream counts up in its own flag
+words when the bytes are there. The receiver's stream waits for that, copies, and acknowledges in the same block. Only
+then is the memory reused, whatever fails meanwhile. So two ranks can talk without the others of their group.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Sent(NamedTuple):
 
 
 def _hold_unreceived(departure: Departure, flags: _MessageFlags, in_flight: dict[int, _Sent]) -> None:
-    """A rank's messages are gone: receivers may still read what they have not received."""
+    """Called when a rank's CudaMessages are gone: receivers may still read messages that they have not received."""
 
     def is_free() -> bool:
         dead = departure.dead()
@@ -130,8 +130,8 @@ class CudaMessages:
         self._lock = threading.RLock()
         self._sent = [0] * core.size  # messages put out for each rank
         self._in_flight: dict[int, _Sent] = {}  # by slot
-        self._envelopes: dict[int, Any] = {}  # what the hosts were sent about them
-        self._number = 0  # of messages of this rank, to tell a slot's users apart
+        self._envelopes: dict[int, Any] = {}  # by slot: what was sent to the receiver's host
+        self._number = 0  # messages of this rank so far, to tell a slot's users apart
         self._last_sender: Any = None  # the stream of the last one
         _living.add(self)
         weakref.finalize(self, _hold_unreceived, self.failures.departure, self._flags, self._in_flight).atexit = False
@@ -140,7 +140,7 @@ class CudaMessages:
     # --- sending ----------------------------------------------------------------------------------------------
 
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
-        """``tensor`` may be changed, by what comes later in the current stream, when this returns."""
+        """When this returns, later work in the current stream may change ``tensor``."""
         self.isend(tensor, peer, tag).wait(timeout)
 
     @explain_cuda_errors
@@ -170,7 +170,7 @@ class CudaMessages:
         return CudaSend(self.failures, tensor, copied, self.device)
 
     def _in_order_with_others(self, stream: int) -> None:
-        """Messages are counted, so the streams they come from follow each other."""
+        """Have this stream wait for the last sender's: messages are counted in order."""
         import torch
 
         if self._last_sender not in (None, stream):
@@ -185,7 +185,7 @@ class CudaMessages:
                 del self._in_flight[slot], self._envelopes[slot]
 
     def finish(self, timeout: float = 10.0) -> None:
-        """Before this rank leaves: messages lie in its memory until they are taken."""
+        """Called before this rank leaves: wait until its messages were taken, since they lie in its memory."""
         end = time.monotonic() + timeout
         while self.core.failure is None and time.monotonic() < end:
             with self._lock:
@@ -205,7 +205,7 @@ class CudaMessages:
         return slot
 
     def _envelope_of(self, memory: PoolBuffer, source: TensorView, slot: int, count: int) -> Any:
-        """What the receiver's host is told."""
+        """The envelope for the receiver's host."""
         import torch
 
         numbers = [MARK, source.nbytes, int(source.dtype), memory.offset, slot, self._number, count, self._offset]
@@ -302,7 +302,7 @@ class CudaSend:
         self._device = device
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """The tensor may be changed by what comes later in the current stream."""
+        """When this returns, later work in the current stream may change the tensor."""
         import torch
 
         self._failures.raise_if_failed()

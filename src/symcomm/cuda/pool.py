@@ -1,8 +1,8 @@
 """Memory on a GPU that other processes can open.
 
 A block is one allocation of the driver, cut into pieces. Blocks are never given back to the driver, since a peer may
-have them open; pieces that are freed are used again, once the streams that used them have come past that point. Peers
-open a block once and keep it open. What a group shares with peers is held until they are done with it (``hold``).
+have them open. Freed pieces are used again, once the streams that used them have passed that point. Peers open a block
+once and keep it open. ``hold`` keeps memory that a group shares with peers until they are done with it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Block:
 
     @functools.cached_property
     def handle(self) -> bytes:
-        """By which peers open it. Ranks that are threads of this process find it by its handle too."""
+        """The handle by which peers open the block; ranks that are threads of this process find it by this, too."""
         driver().enter(self.device)
         handle = driver().handle_of(self.address)
         _opened[handle] = self.address
@@ -50,9 +50,9 @@ class Block:
 class PoolBuffer:
     """Some bytes of a block; they return to it when the last tensor over them is gone.
 
-    torch makes tensors of it, which keep it alive, by its ``__cuda_array_interface__``. As with torch's own memory, it
-    belongs to the stream in which it was allocated and to that in which it is dropped; ``streams`` has those, and
-    whoever uses it in another adds that."""
+    By its ``__cuda_array_interface__`` torch makes tensors of it, which keep it alive. As with torch's own memory, it
+    belongs to the stream in which it was allocated and to the one in which it is dropped. ``streams`` has these; code
+    that uses it in another stream adds that."""
 
     def __init__(self, pool: Pool, block: Block, offset: int, nbytes: int):
         self.block = block
@@ -120,13 +120,13 @@ class Pool:
             return PoolBuffer(self, block, offset, nbytes)
 
     def _drop(self, block: Block, offset: int, streams: set[int]) -> None:
-        """A piece is gone. The garbage collector may call this anywhere."""
+        """Called when a piece is gone, by the garbage collector, in any place."""
         streams.add(_current_stream(self.device))
         self._dropped.append((block, offset, streams))
 
     def _reclaim(self) -> None:
-        """With the lock held. What streams have queued may still use a freed piece, so others get it once those that
-        used it have come past this point."""
+        """With the lock held: take back freed pieces. Queued work may still use them, so they are given out again once
+        the streams that used them have passed this point."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         if dropped:
             used = sorted({stream for _, _, streams in dropped for stream in streams})
@@ -146,7 +146,7 @@ class Pool:
         event = torch.cuda.Event()
         try:
             event.record(torch_stream(stream, self.device))
-        except RuntimeError:  # a stream of somebody else's that is gone: wait for all
+        except RuntimeError:  # somebody else's stream, and it is gone: wait for all
             torch.cuda.synchronize(self.device)
         return event
 
@@ -185,7 +185,7 @@ def pool_of(device: int) -> Pool:
 
 
 def hold(what: Any, is_free: Callable[[], bool]) -> None:
-    """Keep memory that peers may still use, until ``is_free()``, which is asked when somebody allocates. No lock: the
+    """Keep memory that peers may still use, until ``is_free()``, which is called at each allocation. Takes no lock: the
     garbage collector may call this."""
     _held.append((what, is_free))
 

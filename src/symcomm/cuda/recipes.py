@@ -1,4 +1,4 @@
-"""What each request on a GPU comes to: the memory it needs, and what goes into the stream."""
+"""Turns each request into a recipe: the staging memory that it needs, and the work for the stream."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ SINGLE_KERNEL = CudaLimits(one_shot_bytes=1 << 62, direct_reduce_bytes=8 << 20)
 
 
 class Recipe(NamedTuple):
-    """What one request comes to."""
+    """How to execute one request."""
 
     need: int  # bytes of a half staging area that it can make use of
     enqueue: Callable[[int, list[int] | None], None]  # (stream, where all ranks' symmetric tensors are)
     symmetric: Any = None  # the tensor that peers may use in tensor_view
     may_be_direct: bool = False  # whether all ranks ask for that
-    cached: bool = False  # whether the next call of this kind may take the short way
+    cached: bool = False  # whether the next call of this kind may take the fast path
 
 
 class Recipes:
-    """Those of one group. ``small``: what runs operations on up to ``small_half`` bytes of each rank, where that is not
-    the same as for larger ones."""
+    """The recipes of one group. ``small`` makes what runs operations on up to ``small_half`` bytes of each rank, if
+    that is not the same as for larger ones."""
 
     def __init__(
         self, rank: int, size: int, limits: CudaLimits, prefers_one_shot: bool, collectives: StreamCollectives,
@@ -56,7 +56,7 @@ class Recipes:
         return self._small() if nbytes <= self.small_half else self.collectives
 
     def kernel(self, collectives: Any, request: Request, targets: int = 1) -> RedOpType:
-        """How to combine. A kernel that cannot be had is refused here, before anybody meets."""
+        """How to combine. Raises here, before ranks meet, if there is no kernel for it."""
         how = RedOpType.SUM if request.redop is RedOpType.PREMUL_SUM else request.redop
         collectives.kernel(request.dtype, how, self.size, targets)
         return how
@@ -70,7 +70,7 @@ class Recipes:
 
 
 def _pieces(views: Sequence[Any], counts: Sequence[int], listed: bool | None) -> list[int | None]:
-    """As ``addresses_of``; None each where there is no tensor."""
+    """As ``addresses_of``; a list of None if there is no tensor."""
     return list(addresses_of(views, counts, listed)) or [None] * len(counts)
 
 
@@ -204,7 +204,7 @@ def _all_to_all(recipes: Recipes, r: Request) -> Recipe:
 
 
 def _barrier(recipes: Recipes, r: Request) -> Recipe:
-    """What later comes into any rank's stream begins when what all ranks had in theirs before is done."""
+    """Later work in any rank's stream begins when all earlier work in all ranks' streams is done."""
     barrier = recipes.collectives.barrier
     return Recipe(0, lambda stream, _: barrier(stream))
 

@@ -2,9 +2,9 @@
 
 Each block copies its part of the tensor into this rank's staging area, signals the same block of every peer's kernel,
 waits for their signals, and combines the part. On an H200 that takes half as long as a barrier of streams followed by a
-kernel. Of large tensors each rank combines a shard, which the others copy after a second barrier of blocks; symmetric
-ones need no staging area. It is not used where processes time-slice a GPU: a kernel that spins would keep the others
-from running.
+kernel. Of a large tensor, each rank combines a shard, and the others copy it after a second barrier of blocks.
+Symmetric tensors need no staging area. Where processes time-slice a GPU this is not used: a kernel that spins would
+keep the others from running.
 
 Blocks signal by flags in GPU memory, ``flags[block * world + rank]``, that only ever grow. The last block to signal
 also writes the flag words in host memory, where the watchdog sees which ranks have arrived; a kernel that waits for a
@@ -33,7 +33,7 @@ _kept: list[Any] = []  # the flags of all groups: a peer that is late for an ope
 
 
 def _region_bytes(world: int) -> int:
-    """Of the flags and counters of eager operations; those of captured ones follow, then their staging area."""
+    """Bytes of the flags and counters of eager operations; those of captured ones follow, then their staging area."""
     return FLAG_BYTES * (MOST_BLOCKS * world + 4)
 
 
@@ -72,7 +72,7 @@ class SingleKernelCollectives(StreamCollectives):
         self._functions_of: dict[Any, kernels.SingleKernels | None] = {}
 
     def _places_in(self, flags: Sequence[int], arrivals: Sequence[int]) -> tuple[int, ...]:
-        """What a kernel is told of its flags, behind the staging areas and before the barrier's number."""
+        """A kernel's arguments about flags: they follow the staging areas and precede the barrier's number."""
         rank, world = self.rank, self.world
         signals = [address + FLAG_BYTES * rank for address in flags]
         count = flags[rank] + FLAG_BYTES * MOST_BLOCKS * world

@@ -1,6 +1,6 @@
-"""The memory in which a group's operations on a GPU stage tensors, and where peers' symmetric tensors are.
+"""Where a group's operations on a GPU stage tensors, and where peers' symmetric tensors are.
 
-Staging areas grow with the operations that need them. What hosts tell each other of both is a MemoryInfo."""
+Staging areas grow with the operations that need them. Hosts tell each other of both by a MemoryInfo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = bytes(HANDLE_BYTES)  # a handle of zeros: the tensor is not symmetric,
 
 
 class Staging:
-    """That of one group."""
+    """The staging memory of one group."""
 
     def __init__(self, rank: int, size: int, device: int, limits: CudaLimits, collectives: StreamCollectives):
         self._rank, self._size, self._device, self._limits = rank, size, device, limits
@@ -23,7 +23,7 @@ class Staging:
         self.promised = 0  # bytes of half an area once all operations so far have met: the same on all ranks
         self.stages: list[PoolBuffer] = []
         self._spare: list[MemoryInfos] = []
-        self._places: dict[bytes, list[int] | None] = {}  # where symmetric tensors are, by what ranks' infos said
+        self._places: dict[bytes, list[int] | None] = {}  # where symmetric tensors are, by the ranks' infos
 
     def infos(self) -> MemoryInfos:
         try:
@@ -35,7 +35,7 @@ class Staging:
         self._spare.append(infos)
 
     def fill(self, infos: MemoryInfos, need: int, symmetric: TensorView | None) -> PoolBuffer | None:
-        """My info; with ``need``, a new staging area for halves of so many bytes."""
+        """Write this rank's info; with ``need``, about a new staging area with halves of so many bytes."""
         stage = pool_of(self._device).allocate(2 * self.grown(need)) if need else None
         tensor = self.block_of(symmetric.address) if symmetric is not None else (NOTHING, 0)
         at = (stage.block.handle, stage.offset) if stage is not None else (NOTHING, 0)
@@ -47,7 +47,7 @@ class Staging:
         return (NOTHING, 0) if found is None else (found[0].handle, found[1])
 
     def use(self, infos: MemoryInfos, stage: PoolBuffer | None, last_stream: int | None) -> None:
-        """All ranks' new staging areas, from here on."""
+        """Use all ranks' new staging areas from here on."""
         assert stage is not None
         addresses = [
             stage.address if r == self._rank else self._open(r, handle) + offset
@@ -59,7 +59,7 @@ class Staging:
         self.stages.append(stage)  # the old ones live on, since peers may be reading them; each is twice the last
 
     def grown(self, need: int) -> int:
-        """Bytes of half a staging area in which ``need`` have room, as far as one may grow."""
+        """Bytes of half a staging area with room for ``need``, or as much as one may grow."""
         half = self._limits.first_half
         while half < min(need, self._limits.most_half):
             half *= 2

@@ -2,10 +2,10 @@
 
 Each rank has a staging area with two halves, used in turn, which all peers have open. The usual step is: copy my part
 into my half, barrier, read the peers' halves. It needs no barrier at its end: a half is written again two steps later,
-and by then every rank has passed another barrier, after its reads. That matters where processes time-slice one GPU:
-there a barrier costs 150 us, whatever else an operation does.
+and by then every rank has passed another barrier, after its reads. That matters where processes time-slice one GPU and
+a barrier costs 150 us, whatever else an operation does.
 
-Where all ranks' tensors are symmetric and large, peers read and write them in place, between two barriers.
+If all ranks' tensors are symmetric and large, peers read and write them in place, between two barriers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def shard_of(rank: int, world: int, count: int, per_pack: int) -> tuple[int, int
 
 
 def after_arrival(put: Callable[[int, int], None]) -> PreparedAllReduce:
-    """``put`` takes the stream and the address."""
+    """Runs ``put(stream, address)`` once the hosts have met."""
 
     def run(handle: Any, plan: Any, timeout_ns: int, site: int, stream: int, address: int) -> int:
         status = handle.run(plan, (), (), timeout_ns, site, ())
@@ -44,7 +44,7 @@ def after_arrival(put: Callable[[int, int], None]) -> PreparedAllReduce:
 
 
 class StreamBarriers:
-    """Barriers among the streams of a group. ``count``: those that this rank has enqueued."""
+    """Barriers among the streams of a group. ``count``: how many this rank has enqueued."""
 
     def __init__(self, flag_words: Any, driver: Any):
         self.flag_words, self.driver = flag_words, driver
@@ -82,10 +82,10 @@ class StreamCollectives:
             self._driver.copy(target, source, nbytes, stream)
 
     def kernel(self, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Any:
-        """The kernel that combines so many sources into so many targets, or None for what torch has to do.
+        """The kernel that combines so many sources into so many targets, or None if torch has to do it.
 
-        Callers ask for it before the hosts synchronize: loading one makes the driver wait for all streams of the
-        process, and one of those may be a stream of another rank, a thread, that waits for us."""
+        Callers ask for it before the hosts synchronize. Loading a kernel makes the driver wait for all streams of the
+        process; if ranks are threads, one of these may wait for us."""
         key = (dtype, redop, sources, targets)
         if key not in self._kernels:
             self._kernels[key] = kernels.kernel(self.device, *key)
@@ -106,7 +106,8 @@ class StreamCollectives:
             kernels.combine(self.device, dtype, redop, sources, targets, count, on)
 
     def _next_gate(self, stream: int) -> tuple[int, int, int]:
-        """Where a kernel that writes to peers finds that the group has failed, and how its blocks tell each other."""
+        """Arguments for a kernel that writes to peers: the word that says that the group has failed, and the gate by
+        which its blocks tell each other."""
         if self._gate is None:
             self._gate = pool_of(self.device).allocate(GATE_BYTES)
             self._driver.fill32(self._gate.address, 0, GATE_BYTES // 4, stream)
@@ -124,8 +125,8 @@ class StreamCollectives:
         self._halves = [list(stage), [address + half for address in stage]]
 
     def prepare(self, dtype: DType, redop: RedOpType, count: int) -> PreparedAllReduce | None:
-        """Runs all_reduces of this kind, in place, of tensors whose address is a multiple of PACK. None where there is
-        no faster path than the usual one."""
+        """A function that runs all_reduces of this kind, in place, of tensors whose address is a multiple of PACK. None
+        if that would not be faster."""
         kernel = self.kernel(dtype, redop, self.world, 1)
         nbytes = count * dtype.itemsize
         if kernel is None or nbytes > self.half:
@@ -139,7 +140,7 @@ class StreamCollectives:
         return after_arrival(put)
 
     def can_capture(self, dtype: DType, redop: RedOpType) -> bool:
-        """Whether a CUDA graph may hold an all_reduce: barriers of streams have numbers that a replay would repeat."""
+        """Whether a CUDA graph may hold an all_reduce. Not here: a replay would repeat the numbers of barriers."""
         return False
 
     # --- reductions -------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class StreamCollectives:
     def reduce_scatter(
         self, dtype: DType, redop: RedOpType, sources: Sequence[int], counts: Sequence[int], target: int, stream: int
     ) -> None:
-        """``sources[q]``: my part of what rank q gets."""
+        """``sources[q]``: this rank's part of rank q's result."""
         item = dtype.itemsize
         room = self.half // self.world // PACK * PACK
         for start in range(0, max(counts), max(1, room // item)):
@@ -210,7 +211,7 @@ class StreamCollectives:
     def reduce_scatter_direct(
         self, dtype: DType, redop: RedOpType, inputs: Sequence[int], count: int, target: int, stream: int
     ) -> None:
-        """Everybody reads its piece out of all ranks' symmetric inputs."""
+        """Every rank reads its piece from all ranks' symmetric inputs."""
         self.barrier(stream)
         mine = [address + self.rank * count * dtype.itemsize for address in inputs]
         self.combine(dtype, redop, mine, [target], count, stream)
@@ -232,7 +233,7 @@ class StreamCollectives:
     def all_gather_direct(
         self, sources: Sequence[int], sizes: Sequence[int], targets: Sequence[int | None], stream: int
     ) -> None:
-        """The same, out of symmetric tensors."""
+        """all_gather from symmetric tensors."""
         self.barrier(stream)
         for q, target in enumerate(targets):
             if target is not None:

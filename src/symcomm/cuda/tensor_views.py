@@ -1,4 +1,4 @@
-"""A CUDA tensor as address, count and dtype. What is not contiguous is copied once."""
+"""A CUDA tensor as address, count and dtype. Tensors that are not contiguous are copied once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from symcomm.group.buffers import Buffer, arrived, as_list, dense_view
 
 
 class TensorView(Buffer):
-    """Contiguous elements in a GPU's memory. ``finish()`` copies a result back where that is needed."""
+    """Contiguous elements in a GPU's memory. ``finish()`` copies a result back if that is needed."""
 
     __slots__ = ()
 
@@ -33,13 +33,8 @@ def tensor_view(call: str, name: str, tensor: Any, device: int, write: bool = Fa
         raise errors.bad_argument(call, name, type(tensor).__name__, f"a tensor on cuda:{device}")
     tensor = arrived(tensor)
     if not tensor.is_cuda or tensor.get_device() != device:
-        raise errors.bad_argument(
-            call,
-            name,
-            f"a tensor on {tensor.device}",
-            f"on cuda:{device}, where this group works",
-            "move it with .to()",
-        )
+        allowed = f"on cuda:{device}, where this group works"
+        raise errors.bad_argument(call, name, f"a tensor on {tensor.device}", allowed, "move it with .to()")
     if tensor.layout is not torch.strided:
         raise errors.bad_argument(call, name, f"a {tensor.layout} tensor", "dense", "use .to_dense()")
     return dense_view(TensorView, call, name, tensor, write)

@@ -1,10 +1,10 @@
-"""Small operations of ranks that time-slice one GPU: via host memory.
+"""Small operations of ranks that time-slice one GPU go through host memory.
 
-A kernel, or a copy within the GPU, has to wait until the GPU switches to its process, which takes 150 us. Copies to
-and from host memory are done by the copy engines, which serve all processes at once; so are a stream's writes and
-waits. An all_reduce of 4 KiB by two ranks on an H200 takes 70 us this way, and 156 us by a kernel.
+A kernel, or a copy within the GPU, has to wait until the GPU switches to its process, which takes 150 us. The copy
+engines serve all processes at once, and they do copies to and from host memory, and a stream's writes and waits. An
+all_reduce of 4 KiB by two ranks on an H200 takes 70 us this way, and 156 us by a kernel.
 
-Staging areas are in the ranks' arenas. What kernels do elsewhere, the CPU does here, in the order of the stream.
+Staging areas are in the ranks' arenas. Instead of kernels the CPU combines, in the order of the stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from symcomm.cuda.stream_collectives import PreparedAllReduce, StreamBarriers, StreamCollectives, after_arrival
 from symcomm.types import DType, RedOpType
 
-HALF_BYTES = 256 << 10  # the largest operation that goes this way: it takes 136 us then, and kernels 157
+HALF_BYTES = 256 << 10  # the largest operation that goes this way: it takes 136 us, and kernels take 157
 STAGE_BYTES = 3 * HALF_BYTES  # of each rank: two halves that peers read, and what this rank has combined
 
 

@@ -1,7 +1,7 @@
 """A thread that ends GPU waits when a rank has died, or a deadline has passed.
 
-A stream that waits for a word knows nothing of processes. So while something is outstanding this thread polls, every
-10 ms, whether the ranks are alive, deadlines are kept and the group has failed elsewhere. It never waits for the GPU.
+A stream that waits for a word knows nothing of processes. So while something is outstanding, this thread looks every
+10 ms whether the ranks are alive, deadlines are kept, or the group has failed elsewhere. It never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Outstanding:
     release: Callable[[list[int]], None]  # let the stream go on as if they had
     begun: float
     timeout: float
-    lasts: bool = False  # though nothing is missing now
+    lasts: bool = False  # whether to keep it although nothing is missing now
 
 
 class CollectiveSequence:
@@ -51,7 +51,7 @@ class CollectiveSequence:
         return self._flag_words.missing(self._barriers.count)
 
     def users(self) -> list[int]:
-        """Ranks that may still be using this rank's tensors. Only true before waits are released."""
+        """Ranks that may still be using this rank's tensors. Only valid before waits are released."""
         return self._flag_words.missing(self.last_in_place)
 
     def release(self, ranks: list[int]) -> None:
@@ -65,12 +65,12 @@ class CollectiveSequence:
             self._seen, self.begun = words, now
 
     def rest(self) -> None:
-        """Nothing is missing: the next wait begins anew."""
+        """Called when nothing is missing: the next wait begins anew."""
         self._seen = []
 
 
 def _missing(item: Any) -> list[int]:
-    """The ranks it waits for. A broken GPU raises errors to its users: other waits still need the watchdog."""
+    """The ranks that ``item`` waits for. A broken GPU raises to its users; other waits still need the watchdog."""
     try:
         return item.missing()
     except Exception:
@@ -89,15 +89,15 @@ class FailureHandler(Protocol):
         ...
 
     def fail(self, item: Any, ranks: list[int], died: bool) -> None:
-        """``ranks`` will not arrive. All ranks know of it when this returns: waits are released then."""
+        """``ranks`` will not arrive. When this returns all ranks know of it, and waits are released."""
         ...
 
     def learn(self) -> None:
-        """The group failed elsewhere: the same as ``fail``."""
+        """The group failed elsewhere. When this returns waits are released."""
         ...
 
     def settle(self, now: float) -> bool:
-        """Asked at every poll after a failure, until it is True: nothing is left to do."""
+        """Called at every poll after a failure, until it returns True: nothing is left to do."""
         ...
 
     def is_busy(self) -> bool:
@@ -129,7 +129,7 @@ class Watchdog:
                 self.thread.start()
 
     def _run(self) -> None:
-        with contextlib.suppress(errors.SymcommError):  # nothing to ask where there is no driver, as in tests
+        with contextlib.suppress(errors.SymcommError):  # in tests there may be no driver
             driver().allow_in_captures()
         idle_since = time.monotonic()
         while True:
@@ -138,7 +138,7 @@ class Watchdog:
             if self.poll(now):
                 idle_since = now
             elif now - idle_since > IDLE_S:
-                self.thread = None  # whoever adds something from here on starts a new thread
+                self.thread = None  # an item added from here on starts a new thread
                 if not self.poll(now):
                     return
                 with self._lock:
@@ -152,13 +152,13 @@ class Watchdog:
         self._failed = self._failed or self._detect_failure(waiting, now)
         if self._failed:
             for item in waiting:
-                with contextlib.suppress(Exception):  # of a GPU that is broken: see _missing
+                with contextlib.suppress(Exception):  # the GPU may be broken, see _missing
                     item.release(_missing(item))
             self._settled = self._settled or self._handler.settle(now)
         return bool(waiting) or (self._failed and not self._settled) or self._handler.is_busy()
 
     def _waiting(self, now: float) -> list[Any]:
-        """What waits for a rank."""
+        """The items, and the sequence, that wait for a rank."""
         waiting: list[Any] = [item for item in list(self._items) if _missing(item)]
         for item in [item for item in list(self._items) if item not in waiting and not item.lasts]:
             self._items.remove(item)

@@ -1,4 +1,4 @@
-"""An operation on the GPU that runs while the caller goes on."""
+"""Operations on the GPU that run while the caller goes on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ POLL_S = 0.0005
 
 
 class StreamWork(Outcome):
-    """What goes into a stream. Peers' memory may be overwritten once one of them has failed. So a work is valid if the
-    GPU was done with it and nobody had failed when that was checked afterwards."""
+    """An operation in a stream. Once a rank has failed, peers' memory may be overwritten. So a work is valid if nobody
+    had failed when that was checked after the GPU was done with it."""
 
-    stream: Any = None  # which it is in
-    _event: Any = None  # comes behind all of it in the stream
+    stream: Any = None  # the stream that it is in
+    _event: Any = None  # follows it in the stream
     _error: BaseException | None = None
     _is_valid = False
 
@@ -35,7 +35,7 @@ class StreamWork(Outcome):
 
     @property
     def error(self) -> BaseException | None:
-        """Why it has no result, as far as is known; ``exception()`` looks."""
+        """Why it has no result, if that is known already; ``exception()`` looks."""
         return self._error
 
     def has_passed(self) -> bool:
@@ -43,11 +43,11 @@ class StreamWork(Outcome):
         return self._event is not None and self._event.query()
 
     def succeed(self) -> None:
-        """Nobody had failed when it had passed."""
+        """Called if nobody had failed when it had passed."""
         self._is_valid = True
 
     def fail(self, error: BaseException) -> None:
-        """The group failed: what was not known to be right by then has no result."""
+        """Called when the group has failed: a work that was not known to be valid has no result."""
         if self._error is None and not self._is_valid:
             self._error = error
 
@@ -103,17 +103,13 @@ class CudaWork(StreamWork):
         self.callbacks: list[Callable[[], None]] = []
 
     def settle(self, error: BaseException | None, event: Any = None, stream: Any = None) -> None:
-        """Runs once, when the operation has been put into its stream, or has failed before."""
+        """Called once, when the operation is in ``stream``, followed by ``event``, or has failed before."""
         with self._lock:
             self._error, self._event, self.stream = error, event, stream
             self._queued.set()
             callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()
-
-    def queued(self, event: Any, stream: Any) -> None:
-        """All of it is in ``stream``; ``event`` comes behind it."""
-        self.settle(None, event, stream)
 
     def when_queued(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs once the operation is in its stream, at once if it is."""
@@ -134,8 +130,8 @@ class CudaWork(StreamWork):
         self.await_queued(None)
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """The current stream waits for the result. With a ``timeout`` the host does; when that passes, the operation
-        fails on all ranks, and the group with it."""
+        """Have the current stream wait for the result. With a ``timeout`` the host waits; when that passes, the
+        operation fails on all ranks, and the group with it."""
         try:
             return self._wait(timeout)
         except RuntimeError as error:
@@ -164,7 +160,7 @@ class CudaWork(StreamWork):
         return True
 
     def _give_up_meeting(self, seconds: float) -> None:
-        """The hosts have not met in time: as if the call had had no more."""
+        """End the hosts' meeting, which has not ended in time, as if the call's own deadline had passed."""
         if self.request is None:
             raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", seconds)
         native.request_give_up(self.request)
@@ -183,7 +179,7 @@ class CudaWork(StreamWork):
         return False
 
     def synchronize(self) -> None:
-        """The host waits until the result is there."""
+        """Have the host wait until the result is there."""
         try:
             self._wait(None)
             while not self.is_completed():
@@ -197,7 +193,7 @@ class CudaWork(StreamWork):
         return list(self.results)
 
     def get_future(self) -> Any:
-        """A future of the output tensors, in the order of streams: whoever waits for it has their stream wait."""
+        """A future of the output tensors, in the order of streams: a waiter's stream waits, not the host."""
         import torch
 
         future: Any = torch.futures.Future(devices=[torch.device("cuda", self._group.device)])

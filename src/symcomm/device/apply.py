@@ -36,7 +36,7 @@ def parallel_apply(
     state = _CallerState(run.device for run in runs)
     if count == 1:
         runs[0].go(state)
-    else:  # none in this thread, so that torch's other state per thread is the same for all of them
+    else:  # none runs in this thread, so torch's other state per thread is the same for all of them
         threads = [threading.Thread(target=run.go, args=(state,), name=f"replica {run.index}") for run in runs]
         for thread in threads:
             thread.start()
@@ -90,7 +90,7 @@ class _Run:
         try:
             with state.on(self.device):
                 self.output = self.module(*self.inputs, **self.kwargs)
-        except BaseException as error:  # report anything that ends a thread
+        except BaseException as error:  # whatever ended the thread
             self.error = error
 
 
@@ -115,7 +115,8 @@ def _raise_first(failed: list[_Run]) -> NoReturn:
     assert error is not None
     if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: no message could make them clearer
         raise error
-    others = f" (so did {_replicas(failed[1:])})" if len(failed) > 1 else ""
+    rest = ", ".join(f"replica {r.index} on device {r.device}: {type(r.error).__name__}" for r in failed[1:])
+    others = f" (so did {rest})" if rest else ""
     original = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     text = f"{type(error).__name__} in replica {run.index} on device {run.device}{others}. Its traceback:\n{original}"
     try:
@@ -123,7 +124,3 @@ def _raise_first(failed: list[_Run]) -> NoReturn:
     except Exception:  # its constructor has a different signature
         told = RuntimeError(text)
     raise told from error
-
-
-def _replicas(runs: list[_Run]) -> str:
-    return ", ".join(f"replica {run.index} on device {run.device}: {type(run.error).__name__}" for run in runs)

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from symcomm.device import coalesce, copies
+from symcomm.device import copies
+from symcomm.device.coalesce import broadcast_coalesced as _broadcast_coalesced
+
+__all__ = [
+    "_broadcast", "_broadcast_coalesced", "_broadcast_out", "_gather", "_gather_out", "_scatter", "_scatter_out",
+]  # fmt: skip
 
 
 def _broadcast(tensor: torch.Tensor, devices: Sequence[Any]) -> list[torch.Tensor]:
@@ -16,12 +21,6 @@ def _broadcast(tensor: torch.Tensor, devices: Sequence[Any]) -> list[torch.Tenso
 
 def _broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(copies.broadcast(tensor, out=out))
-
-
-def _broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], devices: Sequence[Any], buffer_size: int
-) -> list[list[torch.Tensor]]:
-    return coalesce.broadcast_coalesced(tensors, devices, buffer_size)
 
 
 def _scatter(

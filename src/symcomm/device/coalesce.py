@@ -1,6 +1,6 @@
 """broadcast and reduce_add of many tensors at once, packed where they cross devices.
 
-Results are detached from autograd, and each has its own version counter: to change one in place does not change
+Results are detached from autograd, and each has its own version counter: changing one in place does not change
 another. ``Broadcast`` and ``ReduceAddCoalesced`` in functions.py are the differentiable forms.
 """
 
@@ -21,12 +21,12 @@ from symcomm.device.sums import NARROW, add_on, check_same
 from symcomm.group.buffers import torch_dtypes
 
 BUFFER_SIZE = 10 << 20  # bytes, as in PyTorch
-MOST_LISTS = 1024  # that the core adds in one pass
+MOST_LISTS = 1024  # how many the core adds in one pass
 GRAIN = 32768  # elements; torch adds larger tensors with several threads, and our core with one
 
 
 def _check_buffer_size(call: str, buffer_size: Any) -> int:
-    """0 packs nothing: every tensor travels alone."""
+    """A limit of 0 packs nothing: every tensor travels alone."""
     limit = as_integer(buffer_size)
     if limit is None or not 0 <= limit < 2**64:
         raise errors.wrong_type(call, "buffer_size", buffer_size, "a number of bytes, 0 or more")
@@ -68,7 +68,7 @@ def own_entry(device: torch.device, devices: Sequence[torch.device]) -> int | No
 
 
 def _copies(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], limit: int) -> list[list[torch.Tensor]]:
-    """Copies of tensors of any layout; those made of dense parts travel as parts."""
+    """Copies of tensors of any layout; sparse ones travel as their dense parts."""
     if all(t.layout is torch.strided for t in tensors):
         return packing.copies(tensors, devices, limit)
     parts = [part for tensor in tensors for part in _parts(tensor)]
@@ -146,7 +146,7 @@ def _check_lists(call: str, lists: list[list[torch.Tensor]]) -> None:
 
 
 def _add_in_core(lists: list[list[torch.Tensor]], device: torch.device) -> tuple[list[torch.Tensor], Sequence[int]]:
-    """Sums in one pass over all sources, in C, if all are on the CPU; and the indices that the core left."""
+    """If all tensors are on the CPU: their sums, made in C in one pass. Also the indices that the core left out."""
     first = lists[0]
     on_cpu = device.type == "cpu" and all(tensors[0].device.type == "cpu" for tensors in lists)
     if not on_cpu or not 1 < len(lists) <= MOST_LISTS:

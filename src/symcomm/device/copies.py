@@ -28,7 +28,7 @@ from symcomm.device.devices import (
 
 
 def waits(device: torch.device) -> bool:
-    """Whether copies to ``device`` may finish later. Not on the CPU, which could read them too early."""
+    """Whether copies to ``device`` may finish later. The CPU could read them too early."""
     return device.type != "cpu"
 
 

@@ -34,13 +34,10 @@ def as_device(call: str, argument: str, value: Any, *, minus_one_is_cpu: bool = 
             return torch.device("cpu")
         if value < 0:
             raise errors.bad_argument(call, argument, value, ALLOWED)
-        kind, here = accelerator(), accelerators()
-        if kind is None:
+        if (kind := accelerator()) is None:
             fix = 'this machine has no accelerator, so name a device, such as "cpu"'
             raise errors.bad_argument(call, argument, value, "a device of this machine", fix)
-        if value >= len(here):
-            raise errors.bad_argument(call, argument, value, f"one of this machine's {len(here)} {kind} devices")
-        return here[value]
+        device = torch.device(kind, value)
     elif isinstance(value, (str, torch.device)):
         try:
             device = torch.device(value)

@@ -34,8 +34,8 @@ class Broadcast(Function):
         forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
         own = own_entry(ctx.source, ctx.devices)
         if own is not None:
-            # torch makes a returned input a view of itself, which it cannot do for a sparse one; and in forward mode
-            # torch (2.13) drops the tangents of later outputs. A new tensor over the same memory avoids both.
+            # torch makes a returned input a view of itself, which it cannot do for a sparse one. In forward mode, torch
+            # (2.13) also drops the tangents of later outputs. A new tensor over the same memory avoids both.
             renamed = [t.data if forward_mode or t.layout is not torch.strided else t for t in outputs[own]]
             outputs[own] = renamed
         if forward_mode:  # a tangent is not a requires_grad
@@ -139,7 +139,7 @@ class Gather(Function):
         return gather(tangents, ctx.dim, ctx.destination)
 
 
-# --- copies from the CPU to GPUs, beside what the GPUs are doing -----------------------------------------------
+# --- copies from the CPU to GPUs, beside the GPUs' other work -----------------------------------------------
 
 _copy_streams: dict[torch.device, torch.cuda.Stream] = {}
 

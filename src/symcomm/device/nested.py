@@ -162,7 +162,7 @@ def _braced(key: Any) -> str:
 
 
 def _same(values: list[Any], where: str) -> Any:
-    """For values that are neither tensors nor containers: the one that all devices agree on."""
+    """The value, neither tensor nor container, that all devices agree on."""
     for i, value in enumerate(values):
         if not _is_same(value, values[0]):
             allowed = f"a tensor, or the same as {where.format(0)}, which is {values[0]!r}"

@@ -112,8 +112,8 @@ def packed_copies(
 ) -> list[list[torch.Tensor]]:
     """Packed once, sent to each device, split there.
 
-    Parts of one flat buffer share its memory, but each has its own version counter (which ``.data`` gives). So for
-    autograd, to change one in place does not change another.
+    Parts of one flat buffer share its memory, but ``.data`` gives each a version counter of its own: for autograd,
+    changing one in place does not change another.
     """
     result = [[torch.empty(0)] * len(tensors) for _ in devices]
     pinned = tensors[0].device.type == "cpu" and any(d.type == "cuda" for d in devices)

@@ -56,7 +56,7 @@ def _shell(module: nn.Module) -> Any:
 
 
 def _attach(module: Any, table: str, name: str, value: Any) -> None:
-    """A copy's parameters are no leaves, hence plain attributes; None stays in its table."""
+    """A copy's parameters are not leaves, so they become plain attributes; None stays in its table."""
     if value is None:
         getattr(module, table)[name] = None
     else:

@@ -21,7 +21,7 @@ from symcomm.group.grow import close
 from symcomm.group.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
-NO_STATE, FRESH = -2, -1  # steps of a rank that has just come: to a running job, or with the others at its start
+NO_STATE, FRESH = -2, -1  # the step of a rank that has just joined: a running job, or a job that starts
 
 
 def _enter() -> ProcessGroup:
@@ -37,7 +37,7 @@ class Session:
     ``wait``           seconds to wait for another rank after one was lost, before going on with fewer
     ``min_size``       with fewer ranks than this the run ends with RankFailedError
     ``quorum``         of ``group.shrink()``, where ranks are on several hosts; with fewer it ends with NoQuorumError
-    ``admit_every``    newcomers are looked for before every so many steps
+    ``admit_every``    look for newcomers before every so many steps
     ``on_change``      called with the session whenever ranks have come or gone, also at the start
     ``enter``          returns the group to begin with; unless given, what init() or, in a newcomer, join() returns
 
@@ -96,8 +96,7 @@ class Session:
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def run(self, step: Callable[[Session], Any], steps: int) -> list[Any]:
-        """Run the steps. Returns their results, in order, on every rank; nothing in a newcomer to a job that is
-        over."""
+        """Run the steps. Returns their results, in order, on every rank; a newcomer to a finished job gets none."""
         try:
             self._begin()
         except errors.GroupUnusableError as error:
@@ -165,18 +164,15 @@ class Session:
         while True:
             self._check_is_loss(error)
             try:
-                return self._use(self._smaller())
+                quorum = None if self._quorum is None else min(self._quorum, self.size)
+                return self._use(self.group.shrink(quorum=quorum))
             except errors.NoQuorumError:
                 raise  # the others may go on, so this rank must not
             except errors.SymcommError as another:
                 error = another
 
-    def _smaller(self) -> ProcessGroup:
-        quorum = None if self._quorum is None else min(self._quorum, self.size)
-        return self.group.shrink(quorum=quorum)
-
     def _check_is_loss(self, error: Exception) -> None:
-        """Whether the group failed because a rank died, left, or did not come in time."""
+        """Raise ``error``, unless the group failed because a rank died, left, or did not come in time."""
         failure = self.group.failure
         lost = isinstance(failure, (errors.PeerError, errors.DeadlineError, errors.GroupUnusableError))
         left_out = isinstance(error, errors.RankFailedError) and error.ranks == [self.rank]

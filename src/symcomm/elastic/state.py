@@ -25,7 +25,7 @@ PIECE_BYTES = 32 << 20  # of tensors sent at a time: limits the size of the buff
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a tensor."""
+    """Stands for the tensor at ``index`` of a list."""
 
     index: int
 

@@ -23,8 +23,9 @@ from symcomm.collectives.select import Limits
 from symcomm.errors import format_ranks
 from symcomm.group import hooks
 from symcomm.group.work import to_ns
-from symcomm.membership.admission import GO, Round, polls
+from symcomm.membership.admission import GO, Round
 from symcomm.membership.newcomers import JoinQueue, NewcomerProcess, join_request
+from symcomm.store.base import poll_until
 
 if TYPE_CHECKING:
     from symcomm.group.process_group import ProcessGroup
@@ -122,7 +123,7 @@ def _plan(
     wanted = 1 if room is None else room
     try:
         requests: dict[int, dict[str, Any]] = {}
-        for _ in polls(wait):
+        for _ in poll_until(wait):
             for ticket, request in queue.waiting().items():
                 process = processes.get(ticket) or processes.setdefault(ticket, NewcomerProcess(request))
                 if process.is_dead():
@@ -244,7 +245,7 @@ def join_through(store: Any, name: str, timeout: float | timedelta, rank: int | 
 def _await_answer(queue: JoinQueue, ticket: int, seconds: float) -> dict[str, Any] | None:
     plan = None
     try:
-        for _ in polls(seconds):
+        for _ in poll_until(seconds):
             plan = queue.answer(ticket)
             if plan is not None:
                 return plan

@@ -44,7 +44,7 @@ def free_retired() -> None:
                 handle, arena, offset, exposed = _retired.popleft()
             except IndexError:  # another thread took it
                 break
-            if handle.detach():
+            if handle.is_left_by_all():
                 arena.free(offset)
             else:
                 _retired.append((handle, arena, offset, exposed))

@@ -1,9 +1,9 @@
-"""Who joins: participants that were named build a group together, and go on in it all or not at all.
+"""Who joins: the named participants build a group together, and either all go on in it or none does.
 
-They exchange what it takes through a store; each says when it has built its part. Then the round gets its verdict, in a
-register that is written once: a rank that has heard from all says "go", one that met a failure or ran out of time says
-why not, and the first value holds for everybody. Here the register is a key of the store; replicated_round.py has one
-that survives the death of any participant.
+They exchange through a store what building takes, and each says when it has built its part. Then the round gets its
+verdict, in a register that is written once. A rank that has heard from all writes "go"; one that met a failure or ran
+out of time writes why not. The first value holds for everybody. Here the register is a key of the store;
+replicated_round.py has one that survives the death of any participant.
 
 In the store::
 
@@ -16,30 +16,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm import errors
 from symcomm.errors import format_ranks, format_seconds
 from symcomm.memory.share import OthersShortage
+from symcomm.store.base import poll_until
 
 GO = "go"
-POLL_FIRST, POLL_LAST = 0.001, 0.02  # seconds between two polls of the store
-
-
-def polls(seconds: float) -> Iterator[None]:
-    """Yields with growing pauses until the time is up; at least once."""
-    end, pause = time.monotonic() + seconds, POLL_FIRST
-    yield
-    while (left := end - time.monotonic()) > 0:
-        time.sleep(min(pause, left))
-        pause = min(pause * 1.5, POLL_LAST)
-        yield
 
 
 class Round:
-    """Participant ``index`` of ``size`` that build a group. ``find_failure`` returns what is known to be wrong, or
-    ""."""
+    """Participant ``index`` of ``size`` that build a group. ``find_failure`` says what is known to be wrong, or ""."""
 
     def __init__(self, store: Any, index: int, size: int, seconds: float, find_failure: Callable[[], str] = str):
         self._store, self.index, self.size, self.seconds = store, index, size, seconds
@@ -53,7 +42,7 @@ class Round:
         self._turn += 1
         keys = [f"{self._turn}/{i}" for i in range(self.size)]
         self._store.set(keys[self.index], b"." + item)
-        for _ in polls(self._end - time.monotonic()):
+        for _ in poll_until(self._end - time.monotonic()):
             if self._store.check(keys):
                 break
             self.check()
@@ -68,7 +57,7 @@ class Round:
     def check(self) -> None:
         """Raise if the round cannot succeed any more."""
         why = bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else self._find_failure()
-        if why and why != GO:  # what was missing has come meanwhile
+        if why and why != GO:  # "go": what was missing has come meanwhile
             raise self.to_error(why)
 
     def late(self, missing: Sequence[int]) -> errors.SymcommError:
@@ -84,7 +73,7 @@ class Round:
         return str(error)
 
     def _clean_up(self) -> None:
-        """All have built theirs, so nobody reads the earlier keys any more; some of them are secret."""
+        """Delete the earlier keys, some of which are secret. All have built their parts, so nobody reads them."""
         for turn in range(1, self._turn):
             with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
                 self._store.delete_key(f"{turn}/{self.index}")
@@ -97,7 +86,7 @@ class Round:
         return bytes(self._store.compare_set("verdict", "", verdict)).decode()
 
     def build(self, make: Callable[[Round], Any]) -> Any:
-        """What ``make(self)`` builds with all others; None with the verdict in ``why`` when the round failed."""
+        """What ``make(self)`` builds with all others. If the round fails: None, and the verdict is in ``why``."""
         built, self.why = None, GO
         try:
             built = make(self)
@@ -125,14 +114,14 @@ class Round:
         return f"rank {index} of the new group (pid {os.getpid()})"
 
     def _blame_self(self, error: BaseException) -> BaseException:
-        """What only this participant can know has to name it: the others will read it."""
+        """Name this participant in an error that only it can know: the others will read it."""
         if isinstance(error, (errors.PeerError, errors.DeadlineError, errors.CallerError, OthersShortage)):
             return error
         self.own_error = error
         return errors.ResourceError(f"{self.describe(self.index)} gave up: {str(error) or type(error).__name__}")
 
     def settle(self, verdict: str) -> str:
-        """The verdict that holds for everybody. Raises where this rank cannot know it: then it has neither group."""
+        """The verdict that holds for everybody. Raises if this rank cannot know it: it then has neither group."""
         return self.decide(verdict)
 
     def _drop(self, built: Any) -> None:

@@ -2,7 +2,7 @@
 
 A handle names a process that serves a small store of its own: where it listens, the token that opens it, and which
 group of that process is meant. Callers pass handles on as they like (a file, a database, a job queue) and treat them
-as secrets: who holds one can talk to that store, and to nothing else.
+as secrets: whoever holds one can talk to that store, and to nothing else.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _bad_handle(got: object, allowed: str, fix: str = "") -> errors.BadArgumentE
 
 
 def members_of(handles: object, own: Handle) -> list[Handle]:
-    """The members in rank order: a list has it, of a set it is the sorted one. ``own`` must be among them."""
+    """The members in rank order: that of a list, or of a sorted set. ``own`` must be among them."""
     if not isinstance(handles, (list, tuple, set, frozenset)):
         raise errors.bad_argument("reconfigure", "handles", handles, "a list or a set of handles")
     if not handles:
@@ -78,7 +78,7 @@ def members_of(handles: object, own: Handle) -> list[Handle]:
 
 
 class HandleServer:
-    """This process's own store, which the members of a group to be can reach."""
+    """This process's own store, which the members of a future group can reach."""
 
     def __init__(self) -> None:
         self.address = own_address()

@@ -36,12 +36,12 @@ def join_request(rank: int | None) -> dict[str, Any]:
 
 
 def _pid_namespace() -> str:
-    """Where a pid means the same: in one pid namespace of one machine, since it was booted."""
+    """Pids mean the same within one pid namespace of one machine, until it boots again."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
 class NewcomerProcess:
-    """Whether the process behind a request is still alive, where its pid means something to us."""
+    """The process behind a request: whether it has died, if its pid means something to us."""
 
     def __init__(self, request: dict[str, Any]):
         self.pid = request["pid"]
@@ -64,7 +64,6 @@ class NewcomerProcess:
         return bool(poll.poll(0))
 
     def is_dead(self) -> bool:
-        """Whether it is dead."""
         self.dead = self.dead or self._ended()
         return self.dead
 

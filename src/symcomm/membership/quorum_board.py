@@ -1,4 +1,4 @@
-"""The board of ranks on several hosts (see succession.py): kept by a quorum of them, by messages that may be lost.
+"""The board of ranks on several hosts (see succession.py): a quorum of them keeps it, by messages that may be lost.
 
 Some hosts may be partitioned from the rest, even in one direction only. So the standing is a register that a quorum of
 the group's members keeps, as in CASPaxos. Two quorums have a rank in common, so two halves of a job never both go on. A
@@ -6,21 +6,23 @@ quorum is more than half of the members, or just half of them with rank 0; calle
 
 Every member is an acceptor, in the thread of its control channel, whether it calls shrink() or not. It remembers
 
-    promised   the highest *ballot* that it was told of: (number, rank of the proposer). It takes part in no lower one.
+    promised   the highest *ballot* that it has seen: (number, rank of the proposer). It takes part in no lower one.
     accepted   the standing that it agreed to last, and in which ballot
-    known      the newest standing that a quorum agreed to, as far as it was told
+    known      the newest standing that it knows a quorum agreed to
 
-To change the standing a rank
+To change the standing, a rank
 
-1. sends ``prepare`` with a higher ballot to all members. They promise it, and say what they have accepted, or refuse;
-2. when a quorum has promised, takes what was accepted in the highest ballot. If that is what it wanted to change, it
+1. sends ``prepare`` with a higher ballot to all members. Each either promises it and says what it has accepted, or
+   refuses;
+2. takes what was accepted in the highest ballot, once a quorum has promised. If that is what it wanted to change, it
    sends ``accept`` with its own standing to all, else with the one it found, which may not have a quorum yet;
-3. when a quorum has accepted, tells all members what the standing is.
+3. tells all members what the standing is, once a quorum has accepted.
 
-The lowest rank goes first, others a moment later, if nothing came of it. Where callers ask for a quorum that may not
-have a rank in common with another, a step waits for all that may go on; those that do not answer are left out.
+The lowest rank goes first. If nothing comes of that, others follow a moment later. A quorum that callers ask for may
+have no rank in common with another; each step then waits for all that may go on, and leaves out those that do not
+answer.
 
-Records are sent to all members, and may be lost: who has not heard of a vote learns of the decision all the same."""
+Records are sent to all members and may be lost: a rank that missed a vote still learns of the decision."""
 
 from __future__ import annotations
 
@@ -53,21 +55,21 @@ def unpack(packed: Any) -> Standing:
 
 
 def age(standing: Standing) -> tuple[int, bool]:
-    """Later standings have higher ones."""
+    """Orders standings: later ones are greater."""
     return standing.attempt.number, not standing.is_open
 
 
 class Acceptor:
-    """What one rank remembers. Each message has a handler here, which returns the answer, if there is one."""
+    """What one rank remembers. Each kind of message has a handler here, which returns the answer, if there is one."""
 
     def __init__(self) -> None:
         self.promised = NO_BALLOT
         self.accepted = NO_BALLOT, Standing()
         self.known = Standing()
         self.records: dict[int, Record] = {}
-        self.late: dict[int, int] = {}  # the last attempt in which a rank waited for others for too long
-        self.quit: set[int] = set()  # that have come, and given up
-        self.ballot = NO_BALLOT  # of this rank, and what the others answered
+        self.late: dict[int, int] = {}  # the last attempt in which a rank waited too long for others
+        self.quit: set[int] = set()  # ranks that came, and gave up
+        self.ballot = NO_BALLOT  # this rank's; below, what the others answered
         self.promises: dict[int, tuple[Ballot, Standing]] = {}
         self.acceptances: set[int] = set()
         self.heard: set[int] = set()  # who has answered since this rank began to change the standing
@@ -118,7 +120,7 @@ class Acceptor:
         self.quit.add(rank)
 
     def _refusal(self) -> dict[str, Any]:
-        """How far this rank is, for one that is not."""
+        """Tells a rank that lags behind how far this one is."""
         return {"step": "refused", "proposal": list(self.promised), "value": pack(self.known)}
 
 
@@ -128,7 +130,7 @@ def _ballot(packed: Any) -> Ballot:
 
 
 class QuorumBoard(Board):
-    """The board of one group, as one of its ranks knows it: as long as the group lives, through all calls."""
+    """The board of one group as one of its ranks knows it. It lives as long as the group."""
 
     def __init__(self, group: Any):
         self._ref, self._cond = weakref.ref(group), group.cond
@@ -137,10 +139,10 @@ class QuorumBoard(Board):
         self._timeout = self._deadline = 0.0
         self._quorum: int | None = None
         self._late = 0
-        self._silent: set[int] = set()  # ranks that did not answer in time, where all that may go on have to
+        self._silent: set[int] = set()  # ranks that did not answer in time, if all that may go on have to
 
     def begin(self, timeout: float, quorum: int | None) -> None:
-        """A call of shrink(): this rank is here."""
+        """Says that this rank takes part in a call of shrink()."""
         self._timeout, self._quorum = timeout, quorum
         self.publish()
 
@@ -151,7 +153,7 @@ class QuorumBoard(Board):
     # --- messages -----------------------------------------------------------------------------------------------
 
     def note(self, rank: int, header: dict[str, Any]) -> None:
-        """Called in the control channel's thread: a member's message."""
+        """A member's message; called in the control channel's thread."""
         with self._cond:
             answer = getattr(self._acceptor, f"on_{header['step']}")(rank, header)
             self._cond.notify_all()
@@ -171,7 +173,7 @@ class QuorumBoard(Board):
                 list(pool.map(lambda r: group.tell(r, message, timeout=REACH), strangers))
 
     def _await(self, ready: Callable[[], bool], deadline: float) -> bool:
-        """Wait until it is ready; False when the time is over."""
+        """Wait until ``ready()``; False when the time is over."""
         with self._cond:
             while not ready():
                 left = deadline - time.monotonic()
@@ -202,7 +204,7 @@ class QuorumBoard(Board):
     # --- the register -------------------------------------------------------------------------------------------
 
     def _swap(self, before: Standing, after: Standing) -> None:
-        """Change the standing, unless it is not ``before`` any more: then learn what it is."""
+        """Change the standing if it is still ``before``; otherwise learn what it is."""
         acceptor = self._acceptor
         self._extend()
         while self._is_turn(before):
@@ -226,15 +228,15 @@ class QuorumBoard(Board):
         return not self._await(lambda: self.now() != before, time.monotonic() + GRACE * left.index(self.rank))
 
     def _extend(self) -> None:
-        """From now on a quorum has the whole time-out to be heard of again."""
+        """Give a quorum the whole time-out again to answer."""
         self._deadline, self._acceptor.heard = time.monotonic() + self._timeout, {self.rank}
 
     def _await_answers(self, answers: Callable[[], Collection[int]], after: Standing) -> bool:
-        """Until a quorum has answered; False when there is a higher ballot, or to try once more."""
+        """Wait until a quorum has answered. False if there is a higher ballot, or if the caller must try again."""
         acceptor = self._acceptor
 
         def missing() -> set[int]:
-            """Where callers ask for a smaller quorum, any rank may take over: all that go on have to know."""
+            """With a smaller quorum any rank may take over, so all that go on have to know."""
             if self._quorum is None:
                 return set()
             return set(range(self.size)) - after.attempt.dead - set(self.gone()) - set(answers())
@@ -289,7 +291,7 @@ class QuorumBoard(Board):
                 self._cond.wait(SLICE)
 
     def find_culprits(self, attempt: Attempt, missing: Collection[int]) -> Collection[int]:
-        """Of ranks that did not arrive: those that do not say they wait for others themselves."""
+        """The ranks of ``missing`` that do not say that they wait for others themselves."""
         self._late = attempt.number
         self.publish()
 

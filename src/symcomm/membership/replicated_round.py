@@ -1,14 +1,14 @@
 """A round (admission.py) that survives the death of any participant: what reconfigure() runs.
 
-Every process that may be a member serves a small store (handles.py). The participants exchange what it takes to build
-the group in the store of the first, which holds a connection to each of the others, as they hold one to it: so a death
+Every process that may be a member serves a small store (handles.py). The participants exchange what building takes in
+the store of the first member. That member holds a connection to each of the others, and they hold one to it, so a death
 is noticed at once.
 
 The verdict is in a register of three replicas: every member takes its verdict ("go", or why not) to the stores of the
 first three members, in this order. The first value that reaches a store stays, and every member takes it along to the
-next. Where one of these three is alive, all members pass it, and leave it with the same answer. A replica that is cut
-off from some members only must not divide them: a member that gets no answer from one says no to the rest. If they say
-"go" all the same, or do not answer either, it cannot know the verdict, and leaves the old group as well as the new one.
+next. If one of the three is alive, all members pass it, and leave it with the same answer. A replica may be cut off
+from some members only, which must not divide them: a member that gets no answer from one says no to the rest. If they
+say "go" all the same, or do not answer either, it cannot know the verdict, and leaves both the old and the new group.
 Deaths alone divide nobody, and neither do cuts. Both at once may, but then the new group has a dead member, and fails.
 
 In a member's store::
@@ -16,7 +16,7 @@ In a member's store::
     at/<ident>                    the uuid that a process last came with
     <uuid>-<hash>/1/i, 2/i ...    in one reconfiguration: what number i told the others, first, second ...
     <uuid>-<hash>/verdict         "go", or why not
-    <uuid>-<hash>/left            how many need the keys no more; the last one deletes them
+    <uuid>-<hash>/left            how many are done with the keys; the last one deletes them
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from symcomm.store.tcp import TCPStore
 
 REPLICAS = 3  # stores that hold the verdict: two of them may die while it is made
 WATCH_SECONDS = 1.0  # to connect to a member that is to be watched
-REPLICA_SECONDS = 5.0  # for one of them to answer; a process that is gone is found out at once
+REPLICA_SECONDS = 5.0  # for a replica to answer; a process that is gone is noticed at once
 GONE_ERRORS = (errors.StoreConnectionError, errors.StoreAuthError)  # the second: somebody else has that port now
 UNREACHABLE_ERRORS = (errors.StoreUnreachableError, errors.StoreDeadlineError)  # stopped, or far away
 
@@ -65,8 +65,8 @@ class Reconfiguration(Round):
         self._poll = select.poll()
         servers = {member[:2]: rank for rank, member in reversed(list(enumerate(members)))}
         self._replicas = sorted(servers.values())[:REPLICAS]  # without those that did not answer
-        self._unreachable: list[int] = []  # those that may live, but did not answer
-        self._is_known = True  # what was decided
+        self._unreachable: list[int] = []  # replicas that may live, but did not answer
+        self._is_known = True  # whether this member knows what was decided
 
     # --- connections ------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class Reconfiguration(Round):
             self._watch()
 
     def _is_here(self, rank: int) -> bool:
-        """Whether a member is in this process; where threads are ranks, others than this one are."""
+        """Whether a member is in this process, as other ranks are where threads are ranks."""
         return self._members[rank][:2] == self._members[self.index][:2]
 
     def _server(self, rank: int, seconds: float) -> TCPStore:
@@ -120,7 +120,7 @@ class Reconfiguration(Round):
         self._replicas = []
 
     def close(self) -> None:
-        """This member needs nothing of the others any more; the last one that says so deletes what was written."""
+        """Say that this member needs nothing of the others any more; the last one deletes what was written."""
         for rank in self._replicas:
             with contextlib.suppress(*GONE_ERRORS, errors.DeadlineError):
                 part = PrefixStore(self._prefix, self._server(rank, REPLICA_SECONDS))
@@ -143,8 +143,8 @@ class Reconfiguration(Round):
             super().check()
 
     def decide(self, verdict: str) -> str:
-        """See the module's text: what the replicas say. Where one of them does not answer, others may have had "go"
-        from it or not: from there on this member says no, and it knows the outcome only if the last one agrees."""
+        """What the replicas say; see the module's text. If one does not answer, others may or may not have had "go"
+        from it. From there on this member says no, and it knows the outcome only if the last replica agrees."""
         said = ""
         for rank in list(self._replicas):
             try:
@@ -183,7 +183,7 @@ class Reconfiguration(Round):
 
     @contextlib.contextmanager
     def _blame(self, rank: int) -> Iterator[None]:
-        """A failure of a member's store is blamed on that member."""
+        """Blame a failure of a member's store on that member."""
         try:
             yield
         except UNREACHABLE_ERRORS as error:
@@ -198,7 +198,7 @@ class Reconfiguration(Round):
         return errors.DeadlineError(f"{who} did not come within {format_seconds(self.seconds)}", missing)
 
     def _elsewhere(self, rank: int) -> str:
-        """What a member that did not come to this reconfiguration came with instead."""
+        """What a missing member came with instead of this reconfiguration."""
         if self._turn > 1:
             return ""  # it came, and then stopped
         with contextlib.suppress(*GONE_ERRORS, errors.DeadlineError):

@@ -1,8 +1,8 @@
 """The board of ranks that share memory (see succession.py).
 
-The store may have died with rank 0, so it is not asked. There is one *word* for all, in the memory of rank 0, which
+The store may have died with rank 0, so nobody asks it. There is one *word* for all, in the memory of rank 0, which
 outlives that rank: the number of the attempt, who proposed it, and whether it is open. Each rank's record is in its own
-memory, and has the proposals: a rank publishes one before it swaps the word that names it."""
+memory and holds its proposals: a rank publishes one before it swaps the word that names it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLL_S = 0.001  # seconds between two looks
 
 
 class AttemptWord(NamedTuple):
-    """Where all ranks are; a number of 64 bits in memory."""
+    """The attempt that all ranks are at; 64 bits in memory."""
 
     number: int
     author: int
@@ -59,7 +59,7 @@ class Records:
         return AttemptWord.unpack(self.handle.agree(0, 0))
 
     def swap(self, before: AttemptWord, after: AttemptWord) -> None:
-        """Change the word, unless somebody else has."""
+        """Change the word if it is still ``before``."""
         self.handle.agree(before.pack(), after.pack())
 
     def publish(self, record: Record) -> None:
@@ -85,7 +85,7 @@ class SharedBoard(Board):
             time.sleep(POLL_S)  # its author has gone on, and so has the word
 
     def propose(self, before: Standing, dead: Collection[int], since: int) -> None:
-        """``before`` may be this rank's own proposal, too, which others still have to read."""
+        """``before`` may be this rank's own proposal, which others may still have to read."""
         number = before.attempt.number
         kept = tuple(p for p in self._mine.proposals if p.number == number)
         self.publish(proposals=(*kept, Attempt(number + 1, since, frozenset(dead))))
@@ -109,7 +109,7 @@ class SharedBoard(Board):
         time.sleep(POLL_S)
 
     def find_culprits(self, attempt: Attempt, missing: Collection[int]) -> Collection[int]:
-        """Voting takes no time: who has not is not here."""
+        """Voting takes no time: a rank that has not voted is not here."""
         return missing
 
     def withdraw(self) -> None:

@@ -1,30 +1,29 @@
-"""Who goes on: how members of a group that lost some agree on the next one.
+"""Who goes on: how the members of a group that lost some agree on the next group.
 
-Any member may die at any moment, or stop and go on much later; and yet all that get a group get one of the same
+Any member may die at any moment, or stop and go on much later. Still, all that get a group get one with the same
 members. They agree on a *board*, which outlives each of them:
 
     standing   the attempt that they are at: its number, the ranks to be left out, the first attempt of the same
-               agreement, and whether it is open or decided. It is changed by compare-and-swap only.
+               agreement, and whether it is open or decided. Only compare-and-swap changes it.
     records    one for each rank, which that rank alone writes: the attempt that it has voted for, what it had to say to
-               the others with that vote, and the last attempt that it needs nobody for any more
+               the others with that vote, and the last attempt for which it needs nobody any more
 
 The standing goes from (n, open) to (n, decided), or to (n + 1, open); from (n, decided) to (n + 1, open) when somebody
 calls shrink() again.
 
 1. A rank that finds no open attempt proposes one. If another was faster, it takes part in that. A rank that finds
    itself left out raises.
-2. A rank that knows of more ranks that are gone, or to be left out, proposes the next attempt with them.
-3. Else it votes for the attempt. When all that are to go on have voted, anybody decides it.
-4. When one of them dies before, or its vote does not come until somebody's deadline, the next attempt is proposed
-   without it.
+2. A rank that knows of more ranks that are gone, or to be left out, proposes the next attempt without them.
+3. Else it votes for the attempt. When all that are to go on have voted, any of them decides it.
+4. If one of them dies first, or does not vote before somebody's deadline, the next attempt is proposed without it.
 
-An attempt follows another within one agreement only if that was not decided, and nobody can decide it any more. So one
-is decided at most, for everybody; a rank that wakes up late finds the standing changed, itself left out, or the
+Within one agreement, an attempt follows another only if that was not decided and nobody can decide it any more. So at
+most one is decided, for everybody. A rank that wakes up late finds the standing changed, itself left out, or the
 decision.
 
-On one host the board is shared memory (shared_board.py), and a vote says where the rank's part of the new group lies:
-the group is made once that is decided. Across hosts it is kept by a quorum of the members (quorum_board.py), and a
-rank votes once it has built the group, which is used only if it is decided."""
+On one host the board is shared memory (shared_board.py). A vote says where the rank's part of the new group lies, and
+the group is made once the attempt is decided. Across hosts a quorum of the members keeps the board (quorum_board.py). A
+rank votes once it has built the group, and uses it only if the attempt is decided."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from typing import Any, NamedTuple
 from symcomm import errors
 from symcomm.memory.share import Exchange, GroupNotBuilt
 
-TRIES = 3  # of attempts that fail when nobody is to blame
+TRIES = 3  # attempts that may fail with nobody to blame
 
 
 def pack_ranks(ranks: Collection[int]) -> str:
@@ -53,7 +52,7 @@ def unpack_ranks(text: str) -> frozenset[int]:
 
 
 class Attempt(NamedTuple):
-    """To go on without the ranks in ``dead``. ``since``: the first attempt of the same agreement."""
+    """An attempt to go on without the ranks in ``dead``. ``since``: the first attempt of the same agreement."""
 
     number: int = 0
     since: int = 0
@@ -70,7 +69,7 @@ class Standing(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one rank says. ``proposals``: its last two, where the standing only names them."""
+    """What one rank says. ``proposals``: its last two, if the standing only names them."""
 
     proposals: tuple[Attempt, ...] = ()
     vote: int = 0
@@ -110,15 +109,15 @@ class Board(abc.ABC):
 
     @abc.abstractmethod
     def pause(self, seconds: float = 0.0) -> None:
-        """Between two looks; ``seconds``, at most, unless the standing changes."""
+        """Wait between two looks. With ``seconds``: that long, or until the standing changes."""
 
     @abc.abstractmethod
     def find_culprits(self, attempt: Attempt, missing: Collection[int]) -> Collection[int]:
-        """Those of the ranks whose votes did not come in time that are to be left out."""
+        """Which of the ranks in ``missing``, whose votes did not come in time, to leave out."""
 
     @abc.abstractmethod
     def withdraw(self) -> None:
-        """This rank cannot go on: let the others do so without it."""
+        """Let the others go on without this rank, which cannot."""
 
     def left_out(self) -> errors.RankFailedError:
         return errors.RankFailedError(
@@ -161,8 +160,7 @@ class Succession:
         return all(records[r].done >= attempt.number or r in gone for r in attempt.living(self.board.size))
 
     def vote(self, attempt: Attempt, item: bytes = b"") -> list[Record]:
-        """Returns the records of all ranks that go on once ``attempt`` is decided, and only then. Raises GroupNotBuilt
-        when it cannot be any more."""
+        """The records of all ranks that go on, once ``attempt`` is decided. Raises GroupNotBuilt once it cannot be."""
         board, number, living = self.board, attempt.number, attempt.living(self.board.size)
         deadline = time.monotonic() + self.timeout
         self._voted = number
@@ -187,7 +185,7 @@ class Succession:
                 board.pause()
 
     def fail(self, standing: Standing, culprits: Collection[int]) -> None:
-        """Go on to the next attempt without ``culprits``. Where there are none others go first, who may know more."""
+        """Go on to the next attempt without ``culprits``. If there are none, others go first: they may know more."""
         if not culprits:
             self._failures += 1
             if self._failures >= TRIES:
@@ -208,7 +206,7 @@ class Succession:
 
 
 def agree(board: Board, timeout: float, exclude: Collection[int], build: Callable[[Succession, Attempt], Any]) -> Any:
-    """What ``build`` gave in the attempt that was decided. It raises GroupNotBuilt where there has to be another."""
+    """What ``build`` returned in the attempt that was decided. It raises GroupNotBuilt to ask for another attempt."""
     succession = Succession(board, timeout, exclude)
     try:
         while True:

@@ -10,7 +10,7 @@ Header of an arena, in its first page::
     8    nonce (16 bytes): peers read it to prove that they see the same memory
     24   process id
     64   life: the word the kernel marks when the owner dies (see _core/memory/life.h); the cores that the
-         owner may use, and counts of how its long waits ended
+         owner may use, and how many of its long waits ended in which way
     2048 what the lock watch has to say, 1024 bytes (see _core/observe/gil_watchdog.c)
 
 The flight recorder (see flight.py) starts at the second page. Then comes where others ask where the rank is in its
@@ -48,10 +48,10 @@ from symcomm.memory.shared_heap import open_heap, room, say_ordinary
 
 MAGIC = 0x53594D434F4D4D32  # of this layout
 LIFE = 64
-MAX_ADDRESSES = 1 << 46  # of the 47 bits of addresses that a process has; shared by all ranks that it may map
+MAX_ADDRESSES = 1 << 46  # for all arenas that a process maps, of the 47 bits that it has
 RANKS_PLANNED_FOR = 64
 HUGE = 2 << 20
-NAME = "symcomm-"  # named arenas begin so
+NAME = "symcomm-"  # how the names of named arenas begin
 SWEEP_AGE = 60  # seconds: the owner of a younger file may not have locked it yet
 # Small allocations check the memory left once per this many bytes: a check takes 0.14 ms, the rest 0.02.
 ASK_BYTES = 1 << 20
@@ -60,7 +60,7 @@ KEEP_BYTES = 256 << 20  # freed pages that are kept for the next allocation; mor
 
 @functools.lru_cache(maxsize=1024)
 def bytes_type(nbytes: int) -> type[ctypes.Array[Any]]:
-    """The ctypes array type of so many bytes. To make one takes 0.1 ms, and programs reuse the same sizes."""
+    """The ctypes array type of ``nbytes`` bytes. Making one takes 0.1 ms, and programs reuse the same sizes."""
     return ctypes.c_char * nbytes
 
 
@@ -97,7 +97,7 @@ def _not_an_arena() -> ResourceError:
 
 @dataclass
 class Peer:
-    """An arena as this process sees it, its own or another rank's. Mapped as long as this object lives."""
+    """An arena as this process sees it, its own or another rank's. It stays mapped as long as this object lives."""
 
     nonce: bytes
     pid: int
@@ -125,7 +125,7 @@ class Peer:
 
     @classmethod
     def map(cls, fd: int, nbytes: int) -> Peer:
-        """Map what a peer passed, after checking that reads cannot raise SIGBUS."""
+        """Map the file that a peer passed, after checking that reads cannot raise SIGBUS."""
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode) or facts.st_size < nbytes or len(head := os.pread(fd, 32, 0)) < 32:
             raise _not_an_arena()
@@ -166,8 +166,8 @@ def add_peer(peer: Peer) -> Peer:
 
 
 class Arena:
-    """This rank's own memory. ``directory`` makes it a named file there (unlinked once all peers have mapped it);
-    ``heap_bytes`` are its last ones, for the shared heap."""
+    """This rank's own memory. With ``directory`` it is a named file there, unlinked once all peers have mapped it. The
+    last ``heap_bytes`` of it are the shared heap."""
 
     def __init__(self, directory: str | None = None, heap_bytes: int = 0):
         self.nonce = secrets.token_bytes(16)
@@ -201,10 +201,10 @@ class Arena:
             open_heap(base + own_bytes, self.nbytes - own_bytes, self.fd, own_bytes)
             _with_heaps.append(self.peer)
         self._lock = threading.RLock()
-        self._busy = False  # the holder of the lock is in the middle of it
+        self._busy = False  # the lock's holder is changing the heap
         self.spares: dict[Any, list[int]] = {}  # parts of groups that were not made; only the same ranks may reuse them
         self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
-        self._idle = 0  # freed bytes whose pages were kept, about
+        self._idle = 0  # about how many freed bytes kept their pages
         self._unasked = ASK_BYTES  # allocated since we last asked how much memory is left
         self._pid = os.getpid()
         weakref.finalize(self, _close, self._pid, self.fd, life, self.peer).atexit = False
@@ -228,7 +228,7 @@ class Arena:
             _remove_at_exit(self, path)
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, in whatever way
         os.ftruncate(self.fd, self.nbytes)
-        # A file system may become full, so there everything that is written unchecked gets its pages now.
+        # A file system may become full. What we write there without a check gets its pages now.
         native.set_pages(self.fd, 0, 2 * PAGE if self.directory is None else _HEAP, True)
 
     def allocate(self, nbytes: int) -> int:
@@ -284,7 +284,7 @@ class Arena:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """With the lock held: work on the heap. The lock alone would let the same thread in again."""
+        """Held while the heap changes, with the lock held; the lock alone would let the same thread in again."""
         if self._busy:
             raise CallerError(
                 "symmetric memory: asked for by a signal handler (or a finalizer) while its thread is allocating. "
@@ -310,8 +310,8 @@ class Arena:
         self._settle()
 
     def _settle(self) -> None:
-        """Take back dropped ranges. Never waits: the garbage collector may call this while the same thread is in the
-        middle of it, and then that call settles when it is done."""
+        """Take back dropped ranges. This never waits: the garbage collector may call it while the same thread changes
+        the heap, which then settles when it is done."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 if self._busy:
@@ -403,14 +403,14 @@ def own_arena_at(whereabouts: int) -> Arena | None:
 
 
 def _close(pid: int, fd: int, life: int, peer: Peer) -> None:
-    """The arena is gone: no tensor and no group uses it. ``peer`` stays mapped until now, because ``life`` is in it."""
+    """Called when no tensor and no group uses the arena; ``peer`` kept it mapped until now, as ``life`` is in it."""
     if os.getpid() == pid:
         native.life_stop(life)
         os.close(fd)
 
 
 def _remove_at_exit(arena: Arena, path: str) -> None:
-    """Remove the name at exit, if no group was made that would have done so."""
+    """Remove the name at exit, if no group has done so."""
     remove = functools.partial(_remove, path, os.getpid())
     weakref.finalize(arena, remove)
     if (util := sys.modules.get("multiprocessing.util")) is not None:  # its processes do not run atexit's list
@@ -442,7 +442,7 @@ def sweep(directory: str) -> None:
 
 _process_arena: Arena | None = None
 _thread = threading.local()
-_arena_lock = threading.RLock()  # making an arena may collect garbage, and finalizers may ask
+_arena_lock = threading.RLock()  # making an arena may collect garbage, and finalizers may ask for the arena
 
 
 def named_directory() -> str | None:
@@ -465,7 +465,7 @@ def current_arena() -> Arena:
 
 
 def _make_process_arena() -> Arena:
-    """With the shared heap in it, if that is wanted. Without it where there are too few addresses for both."""
+    """An arena with the shared heap, if that is wanted and there are addresses enough for both."""
     if heap_bytes := room():
         try:
             return Arena(named_directory(), heap_bytes)
@@ -486,7 +486,7 @@ def has_arena() -> bool:
 
 
 def _after_fork_in_child() -> None:
-    """Another thread may have held the locks."""
+    """Make the locks anew: another thread may have held them."""
     global _arena_lock, _peers_lock
     _arena_lock, _peers_lock = threading.RLock(), threading.RLock()
     _thread.arena = None

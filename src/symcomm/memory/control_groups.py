@@ -1,4 +1,4 @@
-"""The control groups of this process, of both versions, and the processor time that they grant."""
+"""The control groups of this process, in both versions of Linux's control groups, and the processor time they grant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PERIOD = "cpu.cfs_period_us"  # in version 1; version 2 has it in the same file
 
 
 def folders(proc: Path, kind: str, controller: str, file: str) -> Iterator[Path]:
-    """The control group of this process and those above it, as far as they are mounted here and have ``file``."""
+    """This process's control group and those above it, if they are mounted here and have ``file``."""
     fields = [line.split(":", 2) for line in _lines(proc / "cgroup")]
     place = next((f[2] for f in fields if len(f) == 3 and _is_named(kind, f[1], controller)), None)
     if place is None:
@@ -33,7 +33,7 @@ def folders(proc: Path, kind: str, controller: str, file: str) -> Iterator[Path]
 
 
 def _is_named(kind: str, controllers: str, controller: str) -> bool:
-    """By a line in /proc/self/cgroup, ``number:controllers:place``."""
+    """Whether a line of /proc/self/cgroup, ``number:controllers:place``, is about this controller."""
     return controllers == "" if kind == "cgroup2" else controller in controllers.split(",")
 
 

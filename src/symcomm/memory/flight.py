@@ -49,7 +49,7 @@ Peek = Callable[[int, int], bytes]  # (place, length) -> bytes: of this process'
 
 
 def flight_bytes(capacity: int) -> int:
-    """The bytes of addresses that it takes; pages exist only where something was written."""
+    """How many bytes of addresses it takes; pages exist only where something was written."""
     return PAGE + -(-(capacity * ENTRY.size + GROUPS * GROUP + SITES * SITE) // PAGE) * PAGE
 
 
@@ -75,7 +75,7 @@ class FlightEntry:
 
     @classmethod
     def of(cls, fields: tuple[Any, ...], site: str, group: dict[str, Any]) -> FlightEntry:
-        """Makes an entry from its numbers, with the site and the group that they stand for."""
+        """An entry from its numbers, and the site and group that they stand for."""
         number, seq, signature, count, created, finished, waited, _, _, status, path, plan, exact = fields
         return cls(
             number, seq, signature, count, created, finished, waited, site, group, status, path & PATHS, path & ~PATHS,
@@ -185,7 +185,7 @@ def read_flight(address: int, peek: Peek = native.peek) -> list[FlightEntry]:
 
 
 def _consistent(address: int, capacity: int, peek: Peek) -> Iterator[tuple[Any, ...]]:
-    """Entries that were not being written while they were read."""
+    """Entries that nobody wrote while they were read."""
     before, raw, after = (peek(address + PAGE, capacity * ENTRY.size) for _ in range(3))
     for at in range(0, len(raw), ENTRY.size):
         fields = ENTRY.unpack_from(raw, at)

@@ -1,4 +1,4 @@
-"""Which parts of an arena are in use. This only keeps books of offsets, and touches no memory."""
+"""Which parts of an arena are in use. This only keeps a list of offsets; it touches no memory."""
 
 from __future__ import annotations
 

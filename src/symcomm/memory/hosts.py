@@ -1,4 +1,4 @@
-"""Which ranks share a host, from what each says of itself and of the arenas that it has mapped.
+"""Which ranks share a host, judged by what each says of itself and of the arenas that it has mapped.
 
 For trials, SYMCOMM_HOST_ID makes ranks of one machine count as ranks of different hosts."""
 
@@ -82,8 +82,8 @@ def hosts_of(infos: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 def _without_names(infos: Sequence[dict[str, Any]], ranks: list[int]) -> list[list[int]]:
-    """``ranks`` of one host. If an arena's name is gone, ranks that have not mapped each other's arenas must pass them,
-    which needs a common network namespace."""
+    """Parts of one host's ``ranks`` that can map each other's arenas. If an arena's name is gone, ranks that have not
+    mapped it must be passed its descriptor, for which they need a common network namespace."""
     some = [infos[r] for r in ranks]
     if all(c["path"] for c in some) or all(c["net"] == some[0]["net"] for c in some) or all_mapped(some):
         return [ranks]

@@ -10,7 +10,7 @@ from pathlib import Path
 from symcomm.errors import ResourceError
 from symcomm.memory.control_groups import PROC, folders
 
-UNLIMITED = 1 << 62  # version 1 says "no limit" by a number of about 2**63
+UNLIMITED = 1 << 62  # in version 1 a number of about 2**63 means "no limit"
 ENLARGE = "enlarge it (docker run --shm-size=8g, mount -o remount,size=8g), or let ranks share one network namespace"
 
 
@@ -61,15 +61,17 @@ HIERARCHIES = (
 
 @functools.lru_cache(maxsize=4)
 def _groups(proc: Path, _pid: int) -> list[tuple[Path, _Hierarchy, int]]:
-    """And the tightest limit above each, where it says so. Looked up once: that takes longer than reading the rest."""
+    """Each control group with memory limits, and the tightest limit above it, if it names one.
+
+    They are looked up once, because that takes longer than reading the rest."""
     found = [(folder, h) for h in HIERARCHIES for folder in folders(proc, h.kind, "memory", h.limit)]
     name = "hierarchical_memory_limit"
     return [(folder, kind, _numbers(folder / "memory.stat").get(name, UNLIMITED)) for folder, kind in found]
 
 
 def _room_in(folder: Path, hierarchy: _Hierarchy, above: int, wanted: int) -> tuple[int, str] | None:
-    """What a control group may still take. Half of the cached files in use count as free, as in MemAvailable; this
-    looks them up only if that matters."""
+    """What a control group may still take. Half of its active cached files count as free, as in MemAvailable; they are
+    looked up only if they matter."""
     limit, cached = min(_number(folder / hierarchy.limit) or UNLIMITED, above), 0
     if limit >= UNLIMITED or (used := _number(folder / hierarchy.used)) is None:
         return None

@@ -28,7 +28,7 @@ def nodes_of_cores(folder: str) -> dict[int, int]:
 
 
 def _cores(text: str) -> list[int]:
-    """ "0-2,8" -> 0, 1, 2, 8."""
+    """The cores of a list: "0-2,8" has 0, 1, 2 and 8."""
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
 

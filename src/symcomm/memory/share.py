@@ -6,8 +6,8 @@ If descriptors cannot be passed (ranks in separate network namespaces, or SYMCOM
 SYMCOMM_SHM_DIR (/dev/shm), opened by name and unlinked once all ranks have mapped them. In both cases every rank then
 reads each peer's nonce from the mapped memory. Only this decides whether ranks are on the same host.
 
-Where ``connect`` finds several hosts it says who shares memory with whom, and each host's ranks map their arenas with
-the next exchange (``HostArenas``): a group across hosts (symcomm.hierarchical) is made of one group per host.
+If ``connect`` finds several hosts, it says which ranks share memory. Each host's ranks then map their arenas with the
+next exchange (``HostArenas``): a group across hosts (symcomm.hierarchical) is made of one group per host.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Connected(NamedTuple):
     hosts: list[list[int]]  # the ranks that share memory, host by host
     infos: list[dict[str, Any]]  # where each rank's arena is
     held: list[Peer]  # arenas that stay mapped while this object lives
-    is_mapped: bool  # whether those of this rank's host are, on all its ranks
+    is_mapped: bool  # whether all ranks of this host have mapped all its arenas
 
 
 def connect(rank: int, world: int, exchange: Exchange, extra: dict[str, Any], timeout: float) -> Connected:
@@ -108,7 +108,7 @@ def _connect_by_name(
     exchange: Exchange, infos: Sequence[dict[str, Any]], here: Sequence[int], held: list[Peer]
 ) -> list[list[int]]:
     """Open the files of this rank's host. Returns the hosts: ranks that cannot open each other's files share none."""
-    seen = list(here)  # or those that are passed later
+    seen = list(here)  # these ranks pass descriptors later
     if _is_by_name(infos, here):
         held += _open_named(infos, [r for r in here if peer_by_nonce(_nonce(infos[r])) is None])
         seen = [r for r in here if peer_by_nonce(_nonce(infos[r])) is not None]
@@ -168,7 +168,7 @@ def _prove(infos: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Peer]:
 
 # --- by descriptor ---------------------------------------------------------------------------------
 
-HELLO = struct.Struct("<Q16s")  # a rank, and its arena's nonce as it published it, which only ranks can know
+HELLO = struct.Struct("<Q16s")  # a rank, and the nonce that it published, which only ranks can know
 FIRST = struct.Struct("<Q")  # the rank that the first descriptor of a message belongs to
 DONE = b"done"  # from a rank: it has mapped them all; from rank 0: all ranks have
 SORRY = b"sorry: "  # instead of anything else: why there will be no group
@@ -176,7 +176,7 @@ REASON_BYTES = 1000
 MESSAGE_BYTES = len(SORRY) + REASON_BYTES
 BACKLOG = 1024
 GREETING_SECONDS = 5.0  # for a connection to say which rank it is
-STRANGERS = 16  # connections that may make us wait for that at the same time
+STRANGERS = 16  # how many connections may keep us waiting for that at a time
 SHORTAGES = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit on open files (sysctl fs.file-max)",
@@ -250,7 +250,7 @@ class Deadline:
         raise queue.Empty
 
     def await_reason(self) -> None:
-        """A peer hung up. If it had a reason, ``check`` will soon know it and raise it."""
+        """A peer hung up: if it had a reason, ``check`` soon learns it and raises it."""
         if self._check is not None:
             for _ in range(REASON_LOOKS):
                 self._check()
@@ -300,8 +300,7 @@ def check_descriptors(what: str, rank: int, needed: int) -> None:
 
 
 def _check_received(flags: int) -> None:
-    """Check for lost descriptors: the kernel drops those for which a process has no room, and only says that there were
-    more."""
+    """Raise if descriptors were lost: the kernel drops those that a process has no room for, and sets only a flag."""
     if flags & socket.MSG_CTRUNC:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -315,14 +314,14 @@ class _Missing(OSError):
 class _DescriptorServer:
     """Rank 0's end: takes a descriptor from each rank and gives everybody all of them.
 
-    The socket's name is public. It closes connections of other users at once. A connection of our own user must name a
-    rank and its nonce; no rank waits for those that do not."""
+    The socket's name is public. Connections of other users are closed at once. A connection of our own user must name a
+    rank and its nonce; ranks do not wait for those that do not."""
 
     def __init__(self, listener: socket.socket, infos: Sequence[dict[str, Any]], arena: Arena):
         self._listener, self._infos = listener, infos
         self._ranks: dict[int, socket.socket] = {}
         self._descriptors = {0: os.dup(arena.fd)}
-        self._silent: dict[int, tuple[socket.socket, float]] = {}  # and until when each may be
+        self._silent: dict[int, tuple[socket.socket, float]] = {}  # silent connections, and until when they may be
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self.dropped = 0
@@ -361,7 +360,7 @@ class _DescriptorServer:
             except (OSError, EOFError):
                 raise _Missing([rank]) from None
         for sock in self._ranks.values():
-            with contextlib.suppress(OSError):  # it has died since; the group's first operation says so
+            with contextlib.suppress(OSError):  # it died meanwhile; the group's first operation will say so
                 sock.send(DONE)
         return peers
 
@@ -483,7 +482,7 @@ def _apologize(sock: socket.socket, error: BaseException | None) -> None:
 
 
 def _connected(name: bytes, deadline: Deadline) -> socket.socket:
-    """A connection to rank 0. While others fill its queue, the kernel does not let us wait, so we try again."""
+    """A connection to rank 0. The kernel refuses us at once while others fill its queue, so we try again."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(deadline.seconds)
@@ -510,7 +509,7 @@ def _map_unknown(infos: Sequence[dict[str, Any]], descriptors: dict[int, int]) -
 
 
 def _open_named(infos: Sequence[dict[str, Any]], unknown: Sequence[int]) -> list[Peer]:
-    """The memory of those ranks of ``unknown`` whose files exist here."""
+    """Map the memory of the ranks of ``unknown`` whose files exist here."""
     peers = []
     for r in unknown:
         path = infos[r]["path"]

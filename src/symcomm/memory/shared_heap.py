@@ -1,8 +1,8 @@
-"""The shared heap: a part of the process's arena out of which ordinary tensors are allocated.
+"""The shared heap: the part of the process's arena from which ordinary tensors are allocated.
 
-Peers map a whole arena, so collectives use a tensor there without copies, although the program only called
+Peers map a whole arena, so collectives use such a tensor without copies, although the program only called
 ``torch.empty``. The core has the allocator (``_core/memory/heap.h`` says what it guarantees); this file decides whether
-there is one, and where. ``torch_patches/cpu_allocator.py`` gives it torch's tensors.
+to use it, and where it lies. ``torch_patches/cpu_allocator.py`` makes torch allocate there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _OFF = ("", "0", "off", "no", "false")
 _ON = ("1", "on", "yes", "true")
 
-_reason = f"{VARIABLE} is not set"  # why tensors are ordinary; "": they come from the heap
+_reason = f"{VARIABLE} is not set"  # why tensors are ordinary; "" when they come from the heap
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class HeapStats:
     held: int  # freed, but forked children may still read it
     most: int  # in use at once so far
     served: int  # allocations so far
-    refused: int  # allocations that became ordinary memory since there was no room
+    refused: int  # allocations that became ordinary memory for lack of room
     why_not: str  # why tensors are ordinary here; empty if the heap serves them
 
 
@@ -76,7 +76,7 @@ def _least_bytes(text: str) -> int | None:
 
 
 def least_bytes() -> int | None:
-    """The size from which on tensors come from the heap; None: no heap is wanted."""
+    """Tensors of at least this size come from the heap; None: no heap is wanted."""
     return _least_bytes(os.environ.get(VARIABLE, ""))
 
 
@@ -92,7 +92,7 @@ def _unsuitable() -> str:
 
 
 def room() -> int:
-    """How much of an arena the heap gets; 0 if none is wanted or possible."""
+    """How many bytes of an arena the heap gets; 0 if no heap is wanted or possible."""
     if least_bytes() is None:
         return 0
     if why := _unsuitable():
@@ -112,7 +112,7 @@ def open_heap(base: int, nbytes: int, fd: int, offset: int) -> None:
 
 
 def serve_from(nbytes: int) -> None:
-    """Tensors of fewer bytes than that are ordinary from now on; ``NEVER``: all are."""
+    """From now on tensors of fewer bytes are ordinary; with ``NEVER`` all are."""
     native.set_heap_least(nbytes)
 
 

@@ -24,9 +24,9 @@ from symcomm.simulate.predict import predict, travels_along
 from symcomm.simulate.topology import Link
 
 SMALL, LARGE = 256 << 10, 32 << 20  # bytes: in a core's cache, and in none
-# What is measured with two ranks: (collective, bytes, the number that follows from it)
+# Measured with two ranks: (collective, bytes, the number that follows from it)
 CASES = (("all_gather", SMALL, "cached"), ("all_gather", LARGE, "memory"))
-CALL = ("reduce_scatter", 8)  # a call with tensors costs what exceeds a barrier's time
+CALL = ("reduce_scatter", 8)  # what it takes beyond a barrier is the cost of a call with tensors
 MANY = 8  # ranks that show what a host's memory gives to all, if there are as many cores
 REPETITIONS = 30
 DEADLINE = 120.0  # seconds for each of the two runs
@@ -39,7 +39,8 @@ def calibrate(seconds: float = 0.5, mode: str = "processes") -> Machine:
     cores = len(os.sched_getaffinity(0))
     cases = [("barrier", 0), CALL, *((collective, nbytes) for collective, nbytes, _ in CASES)]
     two = spawn(measure, 2, (cases, seconds), mode=mode, deadline=DEADLINE)[0]
-    machine = fit(_named(cores), dict(zip(cases, two, strict=True)))
+    unfitted = dataclasses.replace(DEFAULT, name=f"{platform.node()}, {cores} cores, {platform.machine()}")
+    machine = fit(unfitted, dict(zip(cases, two, strict=True)))
     if cores < 4:
         return machine  # too few cores to learn what a host's memory gives: keep DEFAULT's number
     ranks = min(cores, MANY)
@@ -47,10 +48,6 @@ def calibrate(seconds: float = 0.5, mode: str = "processes") -> Machine:
     barrier, gather = spawn(measure, ranks, (cases, seconds), mode=mode, deadline=DEADLINE)[0]
     machine = dataclasses.replace(machine, peer=max(0.0, (barrier - machine.meet) / (ranks - 2)))
     return _solve(machine, "host_memory", lambda m: host_seconds("all_gather", LARGE, ranks, m), gather)
-
-
-def _named(cores: int) -> Machine:
-    return dataclasses.replace(DEFAULT, name=f"{platform.node()}, {cores} cores, {platform.machine()}")
 
 
 def measure(group: Any, cases: list[tuple[str, int]], seconds: float) -> list[float]:

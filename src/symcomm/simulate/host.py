@@ -124,7 +124,7 @@ class _Host:
                     self.moved = True
 
     def given(self, rank: int, who: int, value: int) -> float | None:
-        """When the last of the signals was given that a wait asks for; None if one is missing."""
+        """When the last of the signals that a wait asks for was given; None if one is missing."""
         latest = 0.0
         for peer in range(len(self.plans)) if who == ALL else (who,):
             if peer != rank:

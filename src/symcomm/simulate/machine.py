@@ -27,7 +27,7 @@ class Machine:
     """
 
     name: str
-    call: float  # seconds: what a call costs before its plan runs
+    call: float  # seconds that a call costs before its plan runs
     meet: float  # seconds: two ranks say how far they are and see each other (a barrier, or a signal and a wait)
     peer: float  # seconds that each rank beyond the second adds
     cached: float  # bytes/s: bytes that a cache holds

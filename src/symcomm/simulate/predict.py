@@ -3,8 +3,8 @@
 hierarchical   all_reduce: every host reduce_scatters in shared memory, so each rank has a shard; ranks with the same
                number all_reduce their shards between hosts, all at once; every host all_gathers. The other collectives
                are parts of this. ``direct``, ``ring`` and ``halving`` name what happens between hosts; direct is what
-               groups of several hosts do. Large tensors are worked on in chunks: while one is on the network, the
-               hosts have others in hand. Hosts meet first; small tensors travel with what they say then.
+               groups of several hosts do. Large tensors are cut into chunks: while one is on the network, the hosts
+               work on others. Hosts meet first; small tensors travel with the messages of the meeting.
 flat ring      one ring through all ranks, host by host; only one message a host and round leaves it
 flat tree      one binary tree through all ranks, in chunks
 """
@@ -42,8 +42,9 @@ ALGORITHMS = {
 COLLECTIVES = tuple(ALGORITHMS)
 MOST_CHUNKS = 1 << 12  # of a tree
 CHUNK = 4 << 20  # bytes, of hierarchical collectives: fewer would not hide a network's latency
-# Ranks that share a core take turns, though most only wait for their host's leader: messages and meetings take as many
-# times longer to the power of this. Two hosts of one core, 4 ranks beside 2: 1.4 times as long to meet, 1.6 to send.
+# Ranks that share a core take turns, though most only wait for their host's leader: messages and meetings take (ranks
+# per core) to this power times as long. Two hosts of one core, 4 ranks beside 2: 1.4 times as long to meet, 1.6 to
+# send.
 CROWDING = 0.7
 DIRECT_HOSTS = 256  # beyond this, all to all is too many messages to send, and to simulate
 
@@ -174,7 +175,7 @@ def travels_along(collective: str, nbytes: int, hosts: int, ranks_per_host: int)
 
 
 def _said(collective: str, nbytes: int, hosts: int) -> int:
-    """What a host sends to another: its ranks' pieces, those for the other's ranks, or all."""
+    """The bytes that a host sends to another: its ranks' pieces, the pieces of the other's ranks, or all."""
     return -(-nbytes // hosts) if collective in ("all_gather", "reduce_scatter") else nbytes
 
 

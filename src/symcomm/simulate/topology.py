@@ -8,7 +8,7 @@ Specs are ``kind[:shape][,key=value...]``::
     fat-tree:32                              32 hosts a leaf switch, leaves joined by spines
     fat-tree:32x16,oversubscription=2        32 hosts a leaf, 16 leaves a pod; leaves have half the uplinks they need
 
-and the keys of all of them are ``bandwidth`` (100Gb/s), ``latency`` of a link (1us), ``message``, what sending one and
+All of them take the keys ``bandwidth`` (100Gb/s), ``latency`` of a link (1us), ``message``, what sending one and
 receiving one costs the host's software (5us), and ``arrival``, what it costs hosts to meet before a collective (100us).
 
 A link has one direction: messages that go both ways do not disturb each other. The parallel links between two levels
@@ -33,8 +33,7 @@ KINDS = "star, ring, torus:AxB or fat-tree:HOSTS_PER_LEAF[xLEAVES_PER_POD]"
 class Link(NamedTuple):
     """What one link can do, and what software adds: to each message, and once to each collective of several hosts.
 
-    Bytes a second and seconds. Software's are those of a rank with a core of its own: where ranks share one, they take
-    turns."""
+    Units are bytes a second and seconds. Software's times are for a rank with a core of its own."""
 
     bandwidth: float = 12.5e9  # 100 Gb/s
     latency: float = 1e-6
@@ -43,7 +42,7 @@ class Link(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """One direction of a link: a name that all who share it use, and its bandwidth."""
+    """One direction of a link: its name, the same in every route that shares it, and its bandwidth."""
 
     name: tuple[Any, ...]
     bandwidth: float
@@ -63,9 +62,6 @@ class Topology:
     def __post_init__(self) -> None:
         routes = {"star": _star, "ring": _torus, "torus": _torus, "fat-tree": _fat_tree}
         object.__setattr__(self, "route", routes[self.kind](self))
-
-    def latency(self, one: int, other: int) -> float:
-        return len(self.route(one, other)) * self.link.latency
 
 
 # --- routes ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A training step that hides communication behind computation.
 
-Computation is a forward pass, a third of it, and a backward pass, the rest: a backward pass makes two products for
-each one of the forward pass. Collectives run one after the other beside it.
+A third of the computation is the forward pass and the rest the backward pass, which makes two products for each one of
+the forward pass. Collectives run beside it, one after the other.
 
 ddp    gradients are ready evenly over the backward pass, bucket by bucket; a bucket's all_reduce starts when it is full
        and the one before is done

@@ -1,4 +1,4 @@
-"""Symmetric tensors: making them, and ranks learning where each other's are. The same calls for CPUs and GPUs."""
+"""Makes symmetric tensors, and tells ranks where each other's are. The calls are the same for CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def empty_strided_p2p(
 ) -> torch.Tensor:
     """Like ``torch.empty_strided``, in memory that peers can map.
 
-    The same ``alloc_id`` gives the same memory again, with the handles that were made for it, once the tensor it was
-    given out as is gone. ``group_name`` is the group that ``rendezvous`` uses unless it is told another: a name, or a
-    group of ours or torch.distributed's.
+    The same ``alloc_id`` gives the same memory again, with the handles that were made for it, once the previous tensor
+    there is gone. ``group_name`` is the group that ``rendezvous`` uses by default: a name, or a group of ours or
+    torch.distributed's.
 
     Raises: BadArgumentError, also while a tensor with that ``alloc_id`` is alive; ResourceError.
     """
@@ -128,8 +128,8 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
 
 
 def find_meeting(tensor: torch.Tensor, preferred: ProcessGroup | None = None) -> SymmetricMemory | None:
-    """The handle of the only group that the tensor's memory has met with, or of the preferred one among several; None
-    where there is none."""
+    """The handle for the only group that the tensor's memory has met with, or for the preferred one of several; or
+    None."""
     found = _find(tensor)
     if found is None:
         return None
@@ -146,7 +146,7 @@ def _handle(tensor: torch.Tensor, group: ProcessGroup, memory: Any, allocation: 
 
 
 def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in symmetric memory, by whichever way it came there.
+    """Whether a tensor lies in symmetric memory, however it got there.
 
     Raises: nothing."""
     import torch
@@ -158,7 +158,7 @@ def memory_stats() -> dict[str, int]:
     """Bytes of this rank's arena: in use now, the most ever in use, taken from the system, idle, and the limit.
 
     ``idle_bytes`` are kept for the next allocation; ``trim()`` returns them. A part of ``used_bytes`` may not be taken
-    yet: groups reserve room for messages that exists once it is used.
+    from the system yet: groups reserve room for messages, whose pages exist once they are used.
 
     Raises: nothing.
     """

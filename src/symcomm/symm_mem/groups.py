@@ -38,12 +38,12 @@ def of(group: Any = None) -> ProcessGroup:
 
 
 def find_group(call: str, group: Any) -> ProcessGroup:
-    """``group`` as one of ours, or an error that says what is known."""
+    """``group`` as one of ours, or an error that lists the known groups."""
     found = look_up(group)
     if found is not None:
         return found
     if group is None:
-        return default_group()  # there is none: it says so
+        return default_group()  # which raises: there is none
     if not isinstance(group, str):
         fix = 'make it with backend="symcomm"' if _is_torch_group(group) else ""
         raise errors.bad_argument(call, "group", type(group).__name__, "a ProcessGroup, its name, or None", fix)
@@ -55,7 +55,7 @@ def find_group(call: str, group: Any) -> ProcessGroup:
 
 
 def look_up(group: Any) -> ProcessGroup | None:
-    """The same, with None for what is not on Symcomm."""
+    """``group`` as one of ours, or None if it is not on Symcomm."""
     if group is None:
         return default_group() if is_initialized() else _core_of(_torch_default())
     if not isinstance(group, str):
@@ -63,14 +63,14 @@ def look_up(group: Any) -> ProcessGroup | None:
     return registry.find(group) or _announced_group(group) or _core_of(_torch_group(group))
 
 
-def is_known(name: str) -> bool:
-    """Whether there is, or can be made, a group of that name on Symcomm. Makes none."""
-    announced = (current_arena().nonce, name) in _announced
-    return announced or registry.find(name) is not None or _core_of(_torch_group(name)) is not None
+def is_known(group_name: str) -> bool:
+    """Whether a group of that name is on Symcomm, or can be made. Makes none."""
+    announced = (current_arena().nonce, group_name) in _announced
+    return announced or registry.find(group_name) is not None or _core_of(_torch_group(group_name)) is not None
 
 
 def _announced_group(name: str) -> ProcessGroup | None:
-    """The group that set_group_info() spoke of, made on first use."""
+    """The group that set_group_info() announced, made on first use."""
     key = (current_arena().nonce, name)
     if key not in _announced:
         return None
@@ -91,7 +91,8 @@ def _announced_group(name: str) -> ProcessGroup | None:
 
 
 def _core_of(group: Any) -> ProcessGroup | None:
-    """Ours, or the one that a group of torch's stands on. Those are above this layer: they are told by their core."""
+    """A group of ours, or the one that a group of torch's stands on: these are above this layer, and have a
+    ``core``."""
     core = getattr(group, "core", group)
     if isinstance(core, ProcessGroup):
         return core

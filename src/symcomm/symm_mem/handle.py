@@ -1,4 +1,4 @@
-"""SymmetricMemory: what one does with memory that ranks have met with."""
+"""SymmetricMemory: the calls on memory that ranks have met with."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SymmetricMemory:
         self.group = group
         self.rank = group.rank
         self.world_size = group.size
-        self.offset = offset  # bytes from the start of the buffer to the tensor that was met with
+        self.offset = offset  # bytes from the start of the buffer to the tensor given to rendezvous()
         self._memory = memory
         self._peer_memory = peer_memory
 
@@ -121,13 +121,11 @@ class SymmetricMemory:
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
         """A contiguous tensor over ``rank``'s buffer, from element ``storage_offset`` on."""
-        start = _start_of("get_buffer", storage_offset, dtype)
-        return self._view("get_buffer", "rank", self._peer_memory.buffers, self.buffer_size, rank, sizes, dtype, start)
+        return self._view("get_buffer", "rank", rank, sizes, dtype, _start_of("get_buffer", storage_offset, dtype))
 
     def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over ``peer``'s counterpart of the tensor this handle was made from."""
-        buffers = self._peer_memory.buffers
-        return self._view("get_remote_tensor", "peer", buffers, self.buffer_size, peer, sizes, dtype, self.offset)
+        return self._view("get_remote_tensor", "peer", peer, sizes, dtype, self.offset)
 
     def get_signal_pad(
         self, rank: int, sizes: Sequence[int] = (), dtype: torch.dtype | None = None, storage_offset: int = 0
@@ -138,21 +136,16 @@ class SymmetricMemory:
         dtype = torch.uint32 if dtype is None else dtype
         start = _start_of("get_signal_pad", storage_offset, dtype)
         sizes = to_sizes("get_signal_pad", "sizes", sizes) or (self.signal_pad_size // dtype.itemsize,)
-        pads = self._peer_memory.pad_addresses
-        return self._view("get_signal_pad", "rank", pads, self.signal_pad_size, rank, sizes, dtype, start)
+        return self._view("get_signal_pad", "rank", rank, sizes, dtype, start, of_pad=True)
 
     def _view(
-        self,
-        call: str,
-        name: str,
-        bases: Sequence[int],
-        room: int,
-        rank: int,
-        sizes: Sequence[int],
-        dtype: Any,
-        start: int,
+        self, call: str, name: str, rank: int, sizes: Sequence[int], dtype: Any, start: int, of_pad: bool = False
     ) -> torch.Tensor:
+        """A tensor from byte ``start`` on over ``rank``'s buffer, or its signal pad."""
         import torch
+
+        memory = self._peer_memory
+        bases, room = (memory.pad_addresses, memory.pad_bytes) if of_pad else (memory.buffers, memory.nbytes)
 
         self._check_rank(call, name, rank)
         check_dtype(call, dtype)
@@ -160,7 +153,7 @@ class SymmetricMemory:
         end = start + math.prod(sizes) * dtype.itemsize
         if end > room:
             raise errors.bad_argument(call, "sizes", f"{sizes}, up to byte {end}", f"within the {room} bytes allocated")
-        storage = self._peer_memory.storage(bases[rank] + start, max(end - start, 1), self)
+        storage = memory.storage(bases[rank] + start, max(end - start, 1), self)
         strides = torch._prims_common.make_contiguous_strides_for(sizes)
         return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, sizes, strides)
 
@@ -200,13 +193,11 @@ class SymmetricMemory:
     def _check_channel(self, call: str, channel: int) -> None:
         channels = self.signal_pad_size // (4 * self.world_size)
         if not isinstance(channel, int) or not 0 <= channel < channels:
-            range_ = (
-                f"0 to {channels - 1}, the maximum supported channel"
-                if channels
-                else (f"absent: {self.signal_pad_size} bytes have room for none")
-            )
+            allowed = f"0 to {channels - 1}, the maximum supported channel"
+            if not channels:
+                allowed = f"absent: {self.signal_pad_size} bytes have room for none"
             fix = "make more with set_signal_pad_size before rendezvous"
-            raise errors.bad_argument(call, "channel", channel, range_, fix)
+            raise errors.bad_argument(call, "channel", channel, allowed, fix)
 
     def timeout_ns(self, call: str, timeout_ms: int) -> int:
         if not hasattr(timeout_ms, "__index__") or timeout_ms < 0:

@@ -1,6 +1,6 @@
 """What: torch's own entrances to symmetric memory take CPU tensors. There are three: the static functions of
 ``_SymmetricMemory``, the Python functions of ``torch.distributed._symmetric_memory``, and the operators
-``torch.ops.symm_mem.*``. At each, CPU tensors go to ours and everything else where it went before.
+``torch.ops.symm_mem.*``. At each, our functions take CPU tensors; everything else goes where it went before.
 Why: torch has symmetric memory on GPUs only.
 Versions: all; older ones lack some of the names.
 Undo: ``uninstall()``.
@@ -80,11 +80,11 @@ def _is_on_cpu(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_cpu
 
 
-# --- what stands behind them -----------------------------------------------------------------------------
+# --- our functions ---------------------------------------------------------------------------------------
 
 
 def meet(tensor: Any, group_name: Any = None) -> SymmetricMemory | None:
-    """As torch has it: None for a tensor that is not in symmetric memory."""
+    """As torch's: None for a tensor that is not in symmetric memory."""
     return allocate.rendezvous(tensor, group_name) if allocate.is_symm_mem_tensor(tensor) else None
 
 
@@ -92,7 +92,7 @@ _workspaces: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDicti
 
 
 def workspace(group_name: Any, min_size: int) -> SymmetricMemory:
-    """A group's scratch memory of at least ``min_size`` bytes. Every rank asks alike; it grows and is kept."""
+    """A group's scratch memory of at least ``min_size`` bytes, which is kept. Every rank asks for the same size."""
     import torch
 
     group = find_group("get_symm_mem_workspace", group_name)
@@ -103,7 +103,7 @@ def workspace(group_name: Any, min_size: int) -> SymmetricMemory:
 
 
 def _wants_cpu_workspace(group_name: str, min_size: int) -> bool:
-    """The caller does not say for which device: a process that has used CUDA asks for CUDA."""
+    """The caller does not name a device: a process that has used CUDA means CUDA."""
     import torch
 
     return is_known(group_name) and not torch.cuda.is_initialized()
@@ -115,7 +115,7 @@ def put_and_signal(src: Any, hdl: SymmetricMemory, peer: int) -> None:
 
 
 def get_elements(dst: Any, hdl: SymmetricMemory, peer: int, offset: int = 0) -> None:
-    """Fill ``dst`` from element ``offset`` on of what ``peer`` met with. Refusals have torch's words in them."""
+    """Fill ``dst`` from ``peer``'s tensor, from its element ``offset`` on. Errors contain torch's words."""
     size = dst.element_size()
     if not dst.is_contiguous():
         raise errors.bad_argument("get", "dst", f"strides {tuple(dst.stride())}", "backed by contiguous memory")
@@ -187,9 +187,7 @@ _STATICS: dict[str, Callable[[Any], Any]] = {
 # Those that are not listed (empty, get_backend, is_symm_mem_tensor, ...) call the static ones.
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "rendezvous": _by(_first_tensor, lambda tensor, group: meet(tensor, group)),
-    "enable_symm_mem_for_group": _by(
-        lambda group_name: is_known(group_name), lambda group_name: None
-    ),  # every group of ours has it
+    "enable_symm_mem_for_group": _by(is_known, lambda group_name: None),  # every group of ours has it
     "is_symm_mem_enabled_for_group": _enabled,
     "get_symm_mem_workspace": _by(_wants_cpu_workspace, workspace),
     "set_signal_pad_size": _set_pad_size,

@@ -37,7 +37,7 @@ class ArenaAllocation(Allocation):
 
 
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()  # by address
-_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # all that something was allocated in
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # those with allocations
 
 
 def allocate(arena: Arena, nbytes: int) -> Memory:
@@ -54,7 +54,7 @@ def find_memory(address: int) -> Memory | None:
     memory = _memories.get(address)
     if memory is not None or not any(a.base <= address < a.base + a.nbytes for a in list(_arenas)):
         return memory
-    for start, candidate in list(_memories.items()):  # an address inside, as symmetrize(flat=True) makes them
+    for start, candidate in list(_memories.items()):  # symmetrize(flat=True) makes tensors inside a piece
         if start <= address < start + max(candidate.allocation.nbytes, 1):
             return candidate
     return None
@@ -94,7 +94,7 @@ def _persistent(arena: Arena, alloc_id: int, nbytes: int) -> Memory:
 
 
 class ArenaPeers(PeerMemory):
-    """In the arenas of ranks of one host."""
+    """Memory in the arenas of one host's ranks."""
 
     def __init__(self, group: ProcessGroup, offset: int, nbytes: int):
         import torch

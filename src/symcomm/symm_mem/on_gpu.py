@@ -41,7 +41,7 @@ _lent: weakref.WeakValueDictionary[_Id, RawMemory] = weakref.WeakValueDictionary
 
 @contextlib.contextmanager
 def using(device: torch.device) -> Iterator[None]:
-    """The driver's calls are about ``device``: its default stream has the number 0, as every other GPU's has."""
+    """Make the driver's calls go to ``device``; stream 0 is its default stream, as it is every other GPU's."""
     import torch
 
     with torch.cuda.device(device):
@@ -74,7 +74,7 @@ def find_piece(tensor: torch.Tensor) -> PoolBuffer | None:
     piece = _pieces.get(address)
     if piece is not None or find_block(tensor.get_device(), address) is None:
         return piece
-    # An address inside, as get_buffer() with an offset makes them.
+    # get_buffer() with an offset makes tensors inside a piece.
     return next((p for start, p in list(_pieces.items()) if start <= address < start + p.nbytes), None)
 
 
@@ -82,7 +82,7 @@ def find_piece(tensor: torch.Tensor) -> PoolBuffer | None:
 
 
 class PoolPeers(PeerMemory):
-    """On ranks' GPUs. Signals and barriers are in the order of the current stream."""
+    """Memory on ranks' GPUs. Signals and barriers are in the order of the current stream."""
 
     def __init__(self, gpu: CudaGroup, piece: PoolBuffer, nbytes: int):
         import torch
@@ -187,27 +187,11 @@ class OnGPU(Place):
         return PoolPeers(device_group(group, allocation.device), memory, allocation.nbytes)
 
     def write_words(self, tensor: torch.Tensor, offset: int, value: int, count: int | None) -> None:
-        if count is None:
-            write_word(tensor, offset, value)
-        else:
-            fill_words(tensor, offset, value, count)
+        import torch
 
-
-# --- words -------------------------------------------------------------------------------------------------------
-
-
-def fill_words(tensor: torch.Tensor, offset: int, value: int, count: int) -> None:
-    import torch
-
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    with using(tensor.device):
-        driver().fill32(tensor.data_ptr() + 4 * offset, value, count, stream)
-
-
-def write_word(tensor: torch.Tensor, offset: int, value: int) -> None:
-    """In the order of the stream: a rank that sees the word sees everything that came before."""
-    import torch
-
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    with using(tensor.device):
-        driver().write(stream, tensor.data_ptr() + 4 * offset, value)
+        address, stream = tensor.data_ptr() + 4 * offset, torch.cuda.current_stream(tensor.device).cuda_stream
+        with using(tensor.device):
+            if count is None:  # a rank that sees the word sees all earlier work in the stream
+                driver().write(stream, address, value)
+            else:
+                driver().fill32(address, value, count, stream)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from symcomm import errors
 from symcomm.errors import format_ranks
 from symcomm.group.process_group import ProcessGroup
+from symcomm.memory.hosts import alike
 from symcomm.symm_mem import settings
 
 if TYPE_CHECKING:
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Allocation:
-    """What is known of a piece of memory. The memory holds this, never the other way round."""
+    """Facts about a piece of memory. The memory holds this object, never the other way round."""
 
     def __init__(self, address: int, nbytes: int):
         self.address = address
         self.nbytes = nbytes
-        self.group_name: Any = None  # or the group itself, that rendezvous() uses unless told another
+        self.group_name: Any = None  # or the group itself: the default of rendezvous()
         self.peer_memories: weakref.WeakKeyDictionary[ProcessGroup, PeerMemory] = weakref.WeakKeyDictionary()
 
 
@@ -40,7 +41,7 @@ class PeerMemory(ABC):
         self.pad_bytes = settings.get_signal_pad_size()
 
     def exchange(self, group: ProcessGroup, **info: Any) -> list[dict[str, Any]]:
-        """What every rank says of its memory: a collective. Refused where sizes differ."""
+        """Gather from every rank what it says of its memory. Raises if sizes differ."""
         info |= {"nbytes": self.nbytes, "pad_bytes": self.pad_bytes}
         infos = [json.loads(item) for item in group.all_gather_bytes(json.dumps(info).encode())]
         _check_alike(group, "nbytes", "allocated", infos, "allocate the same size on every rank")
@@ -68,19 +69,17 @@ class PeerMemory(ABC):
 
 
 def _check_alike(group: ProcessGroup, key: str, verb: str, infos: Sequence[dict[str, Any]], fix: str) -> None:
-    by_size: dict[int, list[int]] = {}
-    for rank, info in enumerate(infos):
-        by_size.setdefault(info[key], []).append(rank)
+    by_size = alike([info[key] for info in infos])
     if len(by_size) > 1:
         sides = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} {verb} {size} bytes"
-            for size, ranks in by_size.items()
+            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} {verb} {infos[ranks[0]][key]} bytes"
+            for ranks in by_size
         )
         raise errors.CollectiveMismatchError(f"rendezvous on group {group.name!r}: sizes differ: {sides}; {fix}.")
 
 
 class Place(ABC):
-    """A kind of memory. ``how``: how tensors get there, for errors."""
+    """A kind of memory. ``how`` tells, in errors, how tensors get there."""
 
     how: str
 
@@ -88,7 +87,7 @@ class Place(ABC):
     def new(
         self, nbytes: int, device: torch.device, group_name: Any, alloc_id: int | None
     ) -> tuple[torch.UntypedStorage, torch.device]:
-        """Fresh memory, and on which device. Its content is whatever was there before."""
+        """Fresh memory, and its device. Its content is whatever was there before."""
 
     @abstractmethod
     def find(self, tensor: torch.Tensor) -> tuple[Any, Allocation] | None:
@@ -96,7 +95,7 @@ class Place(ABC):
 
     @abstractmethod
     def meet(self, memory: Any, group: ProcessGroup) -> PeerMemory:
-        """Every rank of the group is here with its piece."""
+        """Called on every rank of the group, each with its piece."""
 
     @abstractmethod
     def write_words(self, tensor: torch.Tensor, offset: int, value: int, count: int | None) -> None:

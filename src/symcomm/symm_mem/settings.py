@@ -42,10 +42,8 @@ def has_multicast_support(device_type: Any, device_idx: int = 0) -> bool:
 
 
 def get_mempool_allocator(device: Any) -> Any:
-    """Always raises: torch has memory pools for CUDA and XPU only (``torch.cuda.MemPool``), which take an allocator of
-    torch's own; what allocates CPU tensors cannot be redirected, so that no pool could use one of ours.
-
-    ``symm_mem.empty`` needs none, since it gives out freed memory again by itself, on the CPU and on GPUs.
+    """Always raises: torch has memory pools (``torch.cuda.MemPool``) for CUDA and XPU only, and they take an allocator
+    of torch's own. ``symm_mem.empty`` needs no pool: it reuses freed memory by itself, on the CPU and on GPUs.
 
     Raises: BadArgumentError."""
     import torch

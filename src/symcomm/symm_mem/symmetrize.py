@@ -1,7 +1,7 @@
 """symmetrize(): existing tensors move into symmetric memory and stay the same objects.
 
-What moves is storages, not tensors. Tensors that share one (tied weights, views, the optimizer's references, what
-``.data`` or ``.detach()`` gave) share the new one too, with their strides, hooks and gradients untouched.
+It moves storages, not tensors. Tensors that share one (tied weights, views, the optimizer's references, results of
+``.data`` or ``.detach()``) share the new one too, with their strides, hooks and gradients untouched.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LINE = 64  # storages begin on cache lines of their own
 def symmetrize(tensors: T, grads: bool | str = True, flat: bool = True) -> T:
     """Move a module's parameters, gradients and buffers, or tensors in lists and dicts, into symmetric memory.
 
-    Collectives on them need no copy from then on. Nothing else changes: the same Python objects hold the same values.
-    What is symmetric already stays where it is.
+    Collectives on them need no copy from then on. Nothing else changes: the same Python objects hold the same values,
+    and symmetric tensors stay where they are.
 
     ``grads``: True moves the gradients that exist; "allocate" also makes those that are missing, filled with zeros
     (keep them with ``optimizer.zero_grad(set_to_none=False)``); False leaves gradients alone.

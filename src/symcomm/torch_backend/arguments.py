@@ -53,8 +53,8 @@ def read_arguments(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -
 
 
 def _sort_out(call: str, given: Sequence[Any], opts: Any, plain: Mapping[str, Any]) -> Given:
-    """``given``: what comes before the options. A plain argument may stand in the place of the options, and shift those
-    behind it."""
+    """``given``: the arguments before the options. A plain argument may take the options' place and shift those behind
+    it."""
     by_slot = dict(zip(slots_of(call), given, strict=False))
     check(call, {**by_slot, **{name: value for name, value in {"opts": opts, **plain}.items() if value is not None}})
     options = root = op = timeout = None
@@ -103,7 +103,7 @@ def is_async(options: Any) -> bool:
 
 
 def once_each(tensors: Any) -> list[Any]:
-    """A tensor that is listed twice is reduced once, as if all were reduced in one step."""
+    """Drop repeated tensors: one that is listed twice is reduced once, as if all were reduced in one step."""
     seen: set[Any] = set()
     places = [(arrived(t).data_ptr(), t.shape, t.stride()) if t.numel() else object() for t in tensors]
     return [t for t, place in zip(tensors, places, strict=True) if not (place in seen or seen.add(place))]  # type: ignore[func-returns-value]

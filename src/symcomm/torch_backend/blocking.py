@@ -16,8 +16,9 @@ from symcomm.torch_backend.work import Received, done, late
 
 
 def exchange(core: Any, is_send: bool, tensors: Any, peer: int, tag: int) -> Any:
-    """Send or receive within the call. None: nothing was done, because nobody waits for the message yet, the profiler
-    wants to see it begin and end, or the tensor is on another device. Only a group's method may call this."""
+    """Send or receive within the call. Returns None, having done nothing, if the caller does not wait at once, if the
+    profiler must see the message begin and end, or if the tensor is on another device. Only a group's method may call
+    this."""
     if not is_awaited() or is_profiling():
         return None
     tensor = single("send" if is_send else "recv", tensors, "tensor list")

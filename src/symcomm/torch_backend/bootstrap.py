@@ -17,13 +17,13 @@ from symcomm.store.handshake import Exchange, handshake
 
 
 def store_prefix_of(members: Sequence[int] | None) -> str:
-    """Ranks in different groups count groups differently, so torch may give two groups the same name, and with it the
-    same prefix of the store. Their members tell them apart."""
+    """A prefix that tells groups apart by their members. Ranks in different groups count groups differently, so torch
+    may give two groups the same name, and with it the same prefix of the store."""
     return "symcomm" if members is None else f"symcomm/{zlib.crc32(repr(list(members)).encode()):x}"
 
 
 def _watch(members: Sequence[int]) -> Callable[[], None] | None:
-    """Raises once one of these ranks of torch's default group is gone; None where that is not one of ours."""
+    """A function that raises once one of these ranks of torch's default group is gone; None if that is not ours."""
     default: Any = dist.group.WORLD if dist.is_initialized() else None
     world = getattr(default, "core", None)
     if world is None and default is not None:
@@ -43,7 +43,7 @@ def join_group(
     members: Sequence[int] | None,
     check: Callable[[], None] | None,
 ) -> Any:
-    """Our group of the ranks that torch makes one of. ``check``: raises once one of them cannot come any more."""
+    """Make our group of the ranks of a torch group. ``check`` raises once one of them cannot come any more."""
 
     def build(exchange: Exchange) -> Any:
         core = make_group(rank, size, exchange, name, timeout, None, members)

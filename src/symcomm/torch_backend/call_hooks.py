@@ -49,7 +49,7 @@ TORCH_CALLS = TorchCalls()
 
 
 def named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``hook`` receives torch's name of an operation."""
+    """``hook``, but called with torch's name of an operation."""
     if _TORCHS_NAMES is None or not callable(hook):
         return hook
 

@@ -25,7 +25,7 @@ def root_rank(call: str, root: Any, size: int) -> None:
 
 
 def root_tensor(call: str, options: Any, count: int) -> int:
-    """Which of ``count`` tensors of the root is meant."""
+    """Which of the root's ``count`` tensors the caller means."""
     number = getattr(options, "rootTensor", 0)
     if not 0 <= number < count:
         allowed = f"0 to {count - 1}" if count else "the number of a tensor, and there are none"
@@ -34,7 +34,7 @@ def root_tensor(call: str, options: Any, count: int) -> int:
 
 
 def tag(call: str, number: Any) -> None:
-    """Of a message. Ours may be negative, torch's may not."""
+    """A message's tag. Ours may be negative, torch's may not."""
     if number < 0:
         raise _refuse(call, "Tag must be nonnegative", "tag", number, "0 or more")
 
@@ -61,8 +61,8 @@ def single(call: str, tensors: Any, what: str) -> Any:
 
 
 def alike(call: str, tensors: Sequence[Any], like: Any = None, sizes: bool = True, other_type: str = "") -> None:
-    """All of one layout, dtype and (with ``sizes``) shape: that of ``like``, or of the first. ``other_type``: the words
-    for another dtype."""
+    """Refuse tensors whose layout, dtype or (with ``sizes``) shape is not that of ``like``, or of the first.
+    ``other_type``: the words for another dtype."""
     first = tensors[0] if like is None else like
     for k, tensor in enumerate(tensors):
         if tensor.layout != first.layout:

@@ -61,13 +61,13 @@ class CppBackend(torch_c10d.Backend):
         return self._of_group().end_coalescing()
 
 
-# Works made by a call of this thread: what C++ returns for them can only wait, and lacks a message's source.
+# Works made by a call of this thread: C++ returns objects that can only wait, and lack a message's source.
 _made = threading.local()
 
 
 @contextlib.contextmanager
 def works_made() -> Iterator[list[Any]]:
-    """The works that backends return to C++ meanwhile, in this thread. They hold tensors: do not keep them."""
+    """Collects the works that backends return to C++ inside, in this thread. They hold tensors: do not keep them."""
     works = _made.works = []
     try:
         yield works

@@ -59,7 +59,7 @@ class DebugChecks:
             )
 
     def refuse(self, error: Exception) -> None:
-        """Tell those who are about to make a call that this rank makes none, and why."""
+        """Tell the ranks that are about to make a call that this one makes none, and why."""
         self._calls += 1
         self._core.monitored_barriers.refuse(error)
 
@@ -70,7 +70,7 @@ class DebugChecks:
         except errors.CallRefusedError as error:
             raise errors.CallRefusedError(f"{call} on group {self._checked.name!r}: {error}", error.ranks) from error
         except (errors.DeadlineError, errors.PeerError) as error:
-            # Of several that are gone, the others may have ended because they found the first one gone.
+            # If several are gone, the later ones may have ended because the first one was gone.
             missing = getattr(error, "missing", None) or getattr(error, "ranks", [])[:1]
             if self._core.rank == 0:
                 who = f"Ranks {format_ranks(missing)} failed to pass monitoredBarrier"

@@ -1,4 +1,4 @@
-"""Groups that are made from a TorchGroup: parts of it, merged with others, or what is left of it."""
+"""Groups that are made from a TorchGroup: parts of it, it and others together, or what is left of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def split_into(parent: Any, parts: Sequence[Sequence[int]], timeout: Any, option
 
 def shrink(parent: Any, exclude: Sequence[int], abort: bool, options: Any) -> Any:
     if not abort and parent.core.failure is None:
-        with contextlib.suppress(errors.SymcommError):  # which is why shrink was called
+        with contextlib.suppress(errors.SymcommError):  # a failed operation is why shrink was called
             parent.calls.wait_for_pending()
     core = parent.core.shrink(exclude=list(exclude), abort=abort)
     return derive(parent, core, core.name, f"{parent.names.desc}:shrunk", options)

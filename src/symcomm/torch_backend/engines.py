@@ -1,10 +1,10 @@
-"""Tensors on other devices: handed to the engine that the group's device map names for them.
+"""Hands tensors on other devices to the engine that the group's device map names for them.
 
-CUDA tensors of a map that names us are ours: where ranks share GPUs they run on a CudaGroup, where every rank has a
-GPU of its own on NCCL, if torch has it. SYMCOMM_CUDA=symcomm or =nccl decides otherwise, on all ranks alike.
+If the map names us for CUDA tensors, they run on a CudaGroup where ranks share GPUs, and on NCCL, if torch has it,
+where every rank has a GPU of its own. SYMCOMM_CUDA=symcomm or =nccl chooses one of them, on all ranks alike.
 
-torch takes a Python group for the whole of a map such as "cpu:symcomm,cuda:nccl" and makes nothing for the rest of it.
-So a group makes those engines itself, on the first such tensor, with its own store, ranks and time-out. The map is the
+torch makes only our Python group for a map such as "cpu:symcomm,cuda:nccl", and nothing for the rest of it. So the
+group makes the other engines itself, on the first such tensor, with its own store, ranks and time-out. The map is the
 one that torch recorded for the group (``dist.get_backend_config``).
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def named_map(group: Any) -> dict[str, str]:
-    """Device type -> the backend that was asked for, as torch has it; empty where torch does not know the group."""
+    """Device type -> the backend that was asked for, as torch recorded it; empty if torch does not know the group."""
     told = c10d._world.pg_backend_config.get(group)
     return dict(pair.split(":") for pair in str(told).lower().split(",")) if told else {}
 
@@ -72,8 +72,8 @@ class Engines:
     def device_types(self) -> list[str]:
         """Other device types that this group can serve in this build of torch.
 
-        While an engine is made, its constructor may ask the group for the engines of all devices (torch's fake backend
-        does since 2.15): the one that is being made is not among them."""
+        While the group makes an engine, the engine's constructor may ask for the engines of all devices (torch's fake
+        backend does since 2.15); it does not get itself."""
         others = {d: name for d, name in self._group.backends_by_device().items() if d not in ("cpu", self._in_making)}
         ours = ["cuda"] if others.get("cuda") == "symcomm" and torch.cuda.is_available() else []
         return [d for d, name in others.items() if name != "symcomm" and dist.is_backend_available(name)] + ours
@@ -143,8 +143,8 @@ class Engines:
         return getattr(engine, op.backend_name)(*tensors, *splits, _as_torchs(op, options, timeout, rest))
 
     def messages(self, device: torch.device) -> Any:
-        """What carries messages of tensors on ``device``, if it is ours; None for another engine. Only the two ends of
-        a message take part, so ranks cannot agree on anything here."""
+        """Our messages for tensors on ``device``; None if another engine carries them. Only the two ends of a message
+        take part, so ranks cannot agree on anything here."""
         if not self.is_ours(device):
             return None
         if not self._cuda and (self._group.core.spans_hosts or _wish() == "nccl"):
@@ -259,15 +259,15 @@ def _from_plugin(name: str, store: Any, group: Any) -> tuple[Any, Any]:
 _MAKERS: dict[str, Callable[[str, Any, Any], tuple[Any, Any]]] = {"gloo": _gloo, "nccl": _nccl, "xccl": _xccl}
 
 
-# --- our calls in their words -----------------------------------------------------------------------------------------
+# --- our calls as torch's ---------------------------------------------------------------------------------------------
 
 
-# Of these torch takes several tensors of a rank at once: one, or the list of one for each rank, is in a list.
+# In these calls torch takes several tensors of a rank at once, so each tensor, or list of one a rank, is in a list.
 _IN_LISTS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter")
 
 
 def _as_torchs(op: Op, options: Any, timeout: Any, rest: Sequence[Any]) -> Any:
-    """The caller's options, or new ones where the call was made with plain arguments, of which ``rest`` come last."""
+    """The caller's options, or new ones if the caller passed plain arguments, of which ``rest`` are the last."""
     if not hasattr(options, "asyncOp"):
         options = getattr(torch_c10d, options_of(op.torch))()
         if op.reduces:

@@ -1,4 +1,4 @@
-"""Collectives that are not run but estimated, by the cost model of symcomm.simulate: torch's ``_time_estimator``."""
+"""Estimates collectives instead of running them, by symcomm.simulate's cost model: torch's ``_time_estimator``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from symcomm.torch_backend.work import DoneWork
 
 
 def _model(op: Op) -> tuple[str, str, bool]:
-    """What a call is to the cost model, and the bytes that count: of its inputs or outputs, once or for each rank."""
+    """(the model of a call, whether its inputs or outputs count, whether they count once for each rank)"""
     if op.name in ("send", "recv", "recv_anysource"):
         return "message", "inputs" if op.name == "send" else "outputs", False
     model = op.plan or op.name.removesuffix("_coalesced").removesuffix("_lists")
@@ -41,10 +41,10 @@ _BETWEEN_HOSTS = {
 
 
 class TimeEstimate:
-    """What collectives of a group would take. While one is under way, they return at once and leave their tensors as
+    """How long collectives of a group would take. During an estimate they return at once and leave their tensors as
     they are."""
 
-    _core: Any = None  # while one is under way
+    _core: Any = None  # set during an estimate
     _seconds = 0.0
 
     def start(self, core: ProcessGroup) -> None:
@@ -76,7 +76,7 @@ class TimeEstimate:
 
 
 def _parts(call: Call, ranks: int) -> list[tuple[str, int]]:
-    """(what, bytes) of each operation that the call consists of."""
+    """(model, bytes) of each operation in the call."""
     model, which, each = _MODELS[call.name]
     sizes = [t.numel() * t.element_size() for t in getattr(call, which)]
     if call.name in _COALESCED:

@@ -1,4 +1,4 @@
-"""What depends on the frames and code objects of other code. Nothing else in the package looks at either.
+"""Functions that depend on frames and code objects of other code. Nothing else in the package looks at either.
 
 ==================  ================================================================================================
 ``is_awaited``      ``dist.send`` and ``dist.isend`` make the same call of a group; only the caller's frame tells which.
@@ -23,8 +23,8 @@ _STACKED = "quantization_hooks.py"
 
 
 def is_awaited() -> bool:
-    """Whether dist.send or dist.recv, which wait at once, called the group's method that called our caller. One
-    function of torch's (isend, irecv) is between them."""
+    """Whether dist.send or dist.recv, which wait at once, called the group's method that called our caller. One of
+    torch's functions (isend, irecv) is in between."""
     frame: Any = sys._getframe(2).f_back
     return frame is not None and (frame := frame.f_back) is not None and frame.f_code in (_SEND, _RECV)
 

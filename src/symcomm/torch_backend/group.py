@@ -1,12 +1,12 @@
 """TorchGroup: a ``torch.distributed.ProcessGroup`` whose every operation runs on ours.
 
 torch calls some methods by several names, depending on its version and on the caller (Python, the C++ Reducer,
-functional collectives). What the methods do is in the objects that a TorchGroup has::
+functional collectives). The objects that a TorchGroup owns do the work::
 
     core            our process group
     calls           how calls run (running.py); what they hand to the core is in operations.py
     engines         what carries tensors on other devices
-    names, completion   its name, and the hook that is told of operations that have ended (python_group.py)
+    names, completion   its name, and the hook that learns when operations end (python_group.py)
     membership      who is in it (reconfigure.py)
 """
 
@@ -47,7 +47,7 @@ install()
 
 
 class TorchGroup(PythonGroup):
-    """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
+    """Made by ``init_process_group("symcomm")`` and ``new_group()``."""
 
     is_symcomm = True
     watchers = 0  # torch's hooks, see torch_patches/cpp_hooks.py
@@ -67,8 +67,8 @@ class TorchGroup(PythonGroup):
         label: str = "",
         check: Callable[[], None] | None = None,
     ):
-        """``label``: what messages and traces call the group, where ``name`` is a number that torch gave it. ``check``:
-        raises once a rank that others wait for cannot come, where ``global_ranks`` do not say who they are."""
+        """``label``: the group's name in messages and traces, if ``name`` is only a number from torch. ``check`` raises
+        once a rank that others wait for cannot come, if ``global_ranks`` do not say who they are."""
         super().__init__(rank, size, store, Names(name))
         self.options = options if options is not None else Options("symcomm", timeout)
         self._label = label  # only the default group has one
@@ -115,7 +115,7 @@ class TorchGroup(PythonGroup):
     all_to_all_single = operation("all_to_all_single", operations.all_to_all_single)
     barrier = operation("barrier", operations.as_given)
 
-    # Those of torch 2.10 to 2.12, and those that C++ looks up.
+    # Names of torch 2.10 to 2.12, and those that C++ looks up.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -243,7 +243,7 @@ class TorchGroup(PythonGroup):
         """``opts``: ReconfigureOptions, or anything with uuid, handles and timeout. The work it returns is done."""
         begun = time.monotonic()
         core = self.membership.reconfigure(self.core, opts)
-        self.engines.abort()  # they serve the old members
+        self.engines.abort()  # these serve the old members
         self.calls.close()
         self.group_store = self.membership.store(opts.uuid)
         self._begin(core)
@@ -320,7 +320,7 @@ class TorchGroup(PythonGroup):
     supports_coalescing = True
 
     def known_as(self) -> str:
-        """The name that torch made this group under: also "gloo", where that is replaced."""
+        """The name by which torch made this group; "gloo" where we replace Gloo."""
         known = str(c10d._world.pg_map.get(self, ("symcomm",))[0])
         return named_map(self).get("cpu", "symcomm") if ":" in known or known == "undefined" else known
 

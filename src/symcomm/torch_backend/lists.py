@@ -1,7 +1,7 @@
 """Calls with several tensors of this rank at once, as if each were a rank of its own.
 
-torch's own backends take these in direct calls of a group; ``torch.distributed``'s functions never pass more than one.
-They run synchronously: the work they return has ended.
+torch's own backends take several tensors in direct calls of a group; ``torch.distributed``'s functions never pass more
+than one. The calls run synchronously: the work that they return has ended.
 """
 
 from __future__ import annotations

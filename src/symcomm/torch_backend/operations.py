@@ -1,7 +1,7 @@
-"""What a call of each operation hands to our group, once its arguments are checked.
+"""Checks the arguments of each operation and turns them into those of our group's method.
 
-Each function takes our group, what the call was given besides tensors, and its tensors. It returns the arguments of our
-group's method; or, for calls that our groups have no method for, what makes them. ``running.operation`` makes
+Each function takes our group, what the caller gave besides tensors, and the tensors. It returns the arguments of our
+group's method, or, if our groups have no such method, a function that makes the call. ``running.operation`` makes
 TorchGroup's methods of these functions.
 """
 

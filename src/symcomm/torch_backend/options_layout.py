@@ -1,4 +1,4 @@
-"""Reads a call's options for the short path: whether it blocks, its time-out, root and operation.
+"""Reads a call's options for the fast path: whether it blocks, its time-out, root and operation.
 
 torch makes an options object for each call. Reading three attributes takes a microsecond, more than a small operation,
 so the core reads them from memory, at offsets that ``install`` finds (see group/torch_layout.py). Where it does not
@@ -23,7 +23,7 @@ from symcomm.torch_backend.arguments import redop_of, root_of
 from symcomm.torch_backend.profile import is_profiling
 from symcomm.types import RedOpType
 
-LONG, UNKNOWN, ASYNC = native.OPTIONS_SLOW, native.OPTIONS_UNKNOWN, native.OPTIONS_ASYNC
+SLOW, UNKNOWN, ASYNC = native.OPTIONS_SLOW, native.OPTIONS_UNKNOWN, native.OPTIONS_ASYNC
 
 # asyncOp, timeout in ms (-1: not set), number of reduceOp, rootRank, rootTensor: no field behaves as another.
 _SAMPLES = (
@@ -34,7 +34,7 @@ _SAMPLES = (
 
 @functools.cache
 def install() -> frozenset[int]:
-    """Once a process. The operations, by number, whose options the core can read from now on."""
+    """The operations, by number, whose options the core can read from now on. Runs once a process."""
     classes = versions.present(torch_c10d, [op.options for op in CACHED.values()])
     found = {}
     for number, op in CACHED.items():
@@ -47,8 +47,8 @@ def install() -> frozenset[int]:
 
 @functools.cache
 def _places(kind: Any) -> tuple[int, ...] | None:
-    """(of the C++ object in the Python one; in the former: time-out, asyncOp, operation or -1, root or -1, root's
-    tensor or -1)"""
+    """Offsets: of the pointer to the C++ object in the Python one, and of the C++ object's time-out, asyncOp,
+    operation, root and root's tensor. -1: these options have no such field."""
     try:
         samples = [(_make(kind, *facts), *facts) for facts in _SAMPLES]
         first = samples[0][0]
@@ -83,15 +83,15 @@ def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int, tensor
 
 
 def read_options(call: int, opts: Any) -> tuple[int, Any]:
-    """(0, LONG or ASYNC; what ``native.Group.run_cached`` needs besides the tensors), read from the attributes."""
+    """(0, SLOW or ASYNC; what ``native.Group.run_cached`` needs besides the tensors), read from the attributes."""
     if type(opts).__name__ != CACHED[call].options:
-        return LONG, None  # plain arguments instead of options; or something else, which is refused there
+        return SLOW, None  # plain arguments instead of options, or something that the slow path refuses
     try:
         if opts.timeout.days >= 0 or is_profiling() or getattr(opts, "rootTensor", 0):  # an unset time-out is -1 ms
-            return LONG, None
+            return SLOW, None
         status = ASYNC if opts.asyncOp else 0
     except AttributeError:  # plain arguments instead of options
-        return LONG, None
+        return SLOW, None
     if hasattr(opts, "reduceOp") and hasattr(opts, "rootRank"):
         return status, rooted(root_of(opts), redop_of(opts))
     return status, redop_of(opts) if hasattr(opts, "reduceOp") else root_of(opts) if hasattr(opts, "rootRank") else 0

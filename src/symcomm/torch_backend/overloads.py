@@ -1,8 +1,8 @@
-"""Which arguments the calls of a group take, as PyTorch's binding declares them, and the refusal of all others.
+"""Which arguments the calls of a group take, as PyTorch's binding declares them. All others are refused.
 
-A call has several forms: lists of tensors with an options object, or a tensor with plain arguments. Arguments are told
-by their *slot*, the name of the parameter in TorchGroup's method of that name. There a second argument of any form is
-``opts``, so a form's own parameter at that place may be in it.
+A call has several forms: lists of tensors with an options object, or a tensor with plain arguments. An argument is
+known by its *slot*, the name of the parameter in TorchGroup's method. ``opts`` is one slot for all forms, so it may
+hold a form's own parameter at that place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from symcomm.errors import WrongTypeError, wrong_type
 from symcomm.types import ReduceOp as OwnReduceOp
 
 _PLAIN = ("opts", "root", "op", "timeout")
-# Singular names that a call's tensors have in some of its forms; those it writes to or has once, then those it reads.
+# Names of a call's tensors in some of its forms: first those that it writes, or its only ones, then those it reads.
 FIRST = ("tensors", "tensor", "output_tensors", "output_tensor", "outputs", "output", "outputTensor", "output_lists")
 SECOND = ("input_tensors", "input_tensor", "inputs", "input", "inputTensor", "input_list")
 
@@ -35,7 +35,7 @@ _Form = tuple[_Parameter, ...]
 
 
 def _forms(*texts: str) -> tuple[_Form, ...]:
-    """``"tensors:list opts:AllreduceOptions?"``: a name and a kind each; what has a question mark may be left out."""
+    """``"tensors:list opts:AllreduceOptions?"``: names and kinds; a question mark marks an optional argument."""
     return tuple(tuple(map(_parameter, text.split())) for text in texts)
 
 
@@ -120,7 +120,7 @@ _IS = {
 
 
 def _is(kind: str, value: Any) -> bool:
-    """Options may be PyTorch's or ours: both have these names."""
+    """Whether ``value`` is of that kind. Options may be PyTorch's or ours: both have these names."""
     known = _IS.get(kind)
     return known(value) if known else any(base.__name__ == kind for base in type(value).__mro__)
 
@@ -149,9 +149,9 @@ def _tensor_kinds(call: str) -> tuple[tuple[str, ...], ...]:
 
 
 def has_options(call: str, given: Sequence[Any], opts: Any) -> bool:
-    """Whether the call is one with options, as torch's functions make it: ``check`` takes it, and takes longer.
+    """Whether this is a call with options, as torch's functions make it. ``check`` would accept it too, but is slower.
 
-    A tensor that is not in a list is taken as well: the core does not look whether it was."""
+    This also accepts a tensor that is not in a list: the core does not care."""
     if type(opts).__name__ != options_of(call):
         return False
     values = zip(_tensor_kinds(call), given, strict=True)
@@ -159,7 +159,7 @@ def has_options(call: str, given: Sequence[Any], opts: Any) -> bool:
 
 
 class _Mismatch(NamedTuple):
-    """Where the first argument that a form does not take is, which parameter that is, and what it got."""
+    """The first argument that a form does not take: its place, its parameter and its value."""
 
     place: int
     parameter: _Parameter | None
@@ -232,7 +232,7 @@ def fit(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
 
 @functools.cache
 def signature_of(call: str) -> inspect.Signature:
-    """Of TorchGroup's method: its slots, and behind the star the names that tensors have in other forms."""
+    """The signature of TorchGroup's method: its slots, and behind the star the names of tensors in other forms."""
     slots = slots_of(call)
     tensors = sum(slot in FIRST or slot in SECOND for slot in slots)
     names = [name for names in (FIRST, SECOND)[:tensors] for name in names if name not in slots]
@@ -243,5 +243,5 @@ def signature_of(call: str) -> inspect.Signature:
 
 
 def positional(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """``args`` with the tensors that a caller has named, in any form's way, which ``named`` has no longer."""
+    """``args`` and the tensors that a caller has named, by any form's names; these are removed from ``named``."""
     return (*args, *[named.pop(name) for name in (*FIRST, *SECOND) if name in named])

@@ -38,8 +38,8 @@ def describe(
     message: tuple[int, int] | None = None,
     is_async: bool = False,
 ) -> dict[str, Any]:
-    """What Kineto writes about a collective, under its names for it. ``names`` are the group's and its description's;
-    ``splits`` the sizes given to all_to_all (in, out); ``message`` the ranks of the group that one goes from and to."""
+    """The facts that Kineto writes about a collective, by its names for them. ``names``: the group's name and
+    description; ``splits``: the sizes given to all_to_all (in, out); ``message``: a message's sender and receiver."""
     ranks = core.global_ranks
     steps = {b - a for a, b in itertools.pairwise(ranks)}
     return {
@@ -88,7 +88,7 @@ class Span:
         self._open = True
 
     def close(self) -> None:
-        """Idempotent; on return the event is complete, whichever thread closed it."""
+        """May be called again. When it returns the event is complete, whichever thread closed it."""
         with self._lock:
             if self._open:
                 self._open = False

@@ -1,4 +1,4 @@
-"""What torch asks of any group that is written in Python: its names, its store, and the hooks on its calls."""
+"""What torch expects of any group that is written in Python: names, a store, and hooks on its calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CompletionHook:
         self.hook = hook
 
     def teller(self, op_type: Any, seq: int, ago: float) -> Callable[..., None]:
-        """What to call when the operation has ended that began ``ago`` seconds ago."""
+        """A function to call when the operation that began ``ago`` seconds ago has ended."""
         hook, begun = self.hook, datetime.now() - timedelta(seconds=ago)
         assert hook is not None
 
@@ -84,7 +84,7 @@ class PythonGroup(HookMethods, dist.ProcessGroup):
         return self.group_store
 
     def set_intercepted(self, is_intercepted: bool) -> None:
-        """Hooks begin, or cease, to watch this group's methods. There is nothing to do where no call bypasses them."""
+        """Called when hooks begin or cease to watch this group's methods. No call of this group bypasses them."""
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
         """``hook(WorkInfo)`` is called when an operation of this group has ended, in whichever thread noticed it."""

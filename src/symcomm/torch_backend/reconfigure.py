@@ -25,13 +25,13 @@ def _reconfigurable() -> type[ReconfigurableGroup]:
 
 
 def wants_reconfigure(options: Any, backend_options: Any) -> bool:
-    """Whether a new group is to start without members. torch's own options say so since 2.15."""
+    """Whether a new group starts without members. torch's own options can say so since 2.15."""
     return any(getattr(given, "enable_reconfigure", False) for given in (options, backend_options))
 
 
 class EmptyCore:
-    """The core of a group without members. It has the rank and size that torch was given, and hooks for later; all else
-    is refused."""
+    """The core of a group without members. It has the rank and size that torch was given, and hooks for later; it
+    refuses everything else."""
 
     spans_hosts = is_usable = False
     sequence_number = 0
@@ -41,7 +41,7 @@ class EmptyCore:
         self.name = str(options.group_id)
         self.rank, self.size = options.group_rank, options.group_size
         self.global_ranks = list(range(self.size))
-        self.interception = Interception()  # of calls through torch's group: this object has none
+        self.interception = Interception()  # of calls through torch's group: this object makes none
         self.call_hooks = CallHooks(self.interception)
         self.members = _reconfigurable()(self.name, options.timeout)
         self.set_timeout, self.destroy = self.members.set_timeout, self.members.destroy
@@ -57,7 +57,7 @@ class EmptyCore:
         """Nothing is recorded."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.members.current, name)  # which says that there is none
+        return getattr(self.members.current, name)  # which raises: the group has no members
 
 
 class Membership:
@@ -80,7 +80,7 @@ class Membership:
     def reconfigure(self, core: Any, opts: Any) -> Any:
         """The core of the new members, with the hooks of the old one."""
         members = self.group(core)
-        members.set_timeout(core.timeout)  # which may have been changed since
+        members.set_timeout(core.timeout)  # it may have changed
         new = members.reconfigure(opts.uuid, opts.handles, opts.timeout)
         if isinstance(core, EmptyCore):
             core.call_hooks.move_to(new.call_hooks)

@@ -47,7 +47,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
 
 
 def autoload() -> None:
-    """What torch calls when it starts. Does nothing in a build of torch without distributed."""
+    """Called by torch when it starts. Does nothing in a build of torch without distributed."""
     import torch.distributed as dist
 
     if dist.is_available():

@@ -54,8 +54,8 @@ def _flat(tensors: Any) -> list[Any]:
 
 
 def _dispatched(op: Op, inputs: list[Any], outputs: list[Any]) -> list[Any]:
-    """The tensors whose device decides what torch calls: not those that it passes in lists of lists. Nothing is done
-    where one has no values (meta), and the call returns."""
+    """The tensors whose device decides what torch calls: not those that it passes in lists of lists. If one has no
+    values (meta), the call does nothing."""
     sides = ([] if op.name in _NESTED_INPUTS else inputs, [] if op.name in _NESTED_OUTPUTS else outputs)
     return [tensor for side in sides for tensor in side]
 
@@ -76,7 +76,8 @@ def operation(name: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-# By how torch passes tensors: the core is asked first, in this frame, since each Python frame costs a tenth of a call.
+# One function for each way to pass tensors. Each asks the core in its own frame: a Python frame costs a tenth of a
+# call.
 
 
 def _uncached(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +169,7 @@ _FORMS = {
 class Calls:
     """The calls of one TorchGroup.
 
-    ``handle`` is what the core knows our group by; None while calls have to be seen by more than the core."""
+    ``handle`` is the core's handle of our group; None while others than the core have to see the calls."""
 
     def __init__(self, core: Any, engines: Engines, names: Names, completion: CompletionHook):
         self.core = core
@@ -176,18 +177,18 @@ class Calls:
         self._engines, self._names, self._completion = engines, names, completion
         self._before = core.sequence_number  # operations that torch did not request
         self._coalescing: list[Any] | None = None  # works since start_coalescing()
-        self._batch: Batch | None = None  # what they have in common
+        self._batch: Batch | None = None  # of those works
         self._is_intercepted = False
         self.choose_path()
 
     def choose_path(self) -> None:
-        """Call it whenever one of these facts changes."""
+        """Called whenever one of these facts changes."""
         watched = self._is_intercepted or self._completion.hook is not None or self.debug_checks is not None
         is_alone = not self.core.spans_hosts and self._coalescing is None and not watched
         self.handle = self.core.handle if is_alone else None
 
     def set_intercepted(self, is_intercepted: bool) -> None:
-        """Whether every call must be visible: those that C++ makes bypass the methods that hooks see."""
+        """Called with whether hooks must see every call: calls that the core alone makes bypass them."""
         self._is_intercepted = is_intercepted
         self.choose_path()
 
@@ -201,7 +202,7 @@ class Calls:
             self.debug_checks.close()
 
     def refuse(self, error: Exception) -> None:
-        """Tell the others that this rank makes no call, and why: before they have compared theirs, where they do."""
+        """Tell the others that this rank makes no call, and why; with debug checks, before they compare theirs."""
         (self.core if self.debug_checks is None else self.debug_checks).refuse(error)
 
     def _compare(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -212,7 +213,7 @@ class Calls:
     def sequence_number(self) -> int:
         return self.core.sequence_number - self._before
 
-    # --- like one before --------------------------------------------------------------------------------------
+    # --- calls seen before ------------------------------------------------------------------------------------
 
     def go_on(
         self,
@@ -224,12 +225,12 @@ class Calls:
         source: Any,
         target: Any,
     ) -> Any:
-        """Once the core, asked to run the call, has said ``status``."""
+        """Goes on after the core, asked to run the call, has returned ``status``."""
         work = self._run_seen(op.number, status, opts, source, target)
         return self.run_new(op, prepare, args, {}) if work is None else work
 
     def _run_seen(self, number: int, status: int, opts: Any, source: Any, target: Any) -> Any:
-        """None: the call has to take the long path."""
+        """Returns None if the call has to take the slow path."""
         core, detail = self.core, None
         if status == UNKNOWN:
             status, detail = read_options(number, opts)
@@ -248,12 +249,12 @@ class Calls:
         return done if status == 0 else None
 
     def _queue(self, number: int, detail: Any, source: Any, target: Any) -> Any:
-        """Have the core queue an asynchronous call; None as above."""
+        """Have the core queue an asynchronous call. Returns None as _run_seen does."""
         core, name = self.core, CACHED[number].name
         work = core.executor.queue_seen(name, number, detail, source, target)
-        return (
-            None if work is None else self._as_torch_work(work, list(work.results), name, core.state.timeout_ns / 1e9)
-        )
+        if work is None:
+            return None
+        return self._as_torch_work(work, list(work.results), name, core.state.timeout_ns / 1e9)
 
     def _as_torch_work(self, inner: Any, result: list[Any], name: str, limit: float) -> TorchWork:
         work = TorchWork(inner, result, name, limit)
@@ -265,8 +266,8 @@ class Calls:
         return work
 
     def _run_inline(self, number: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
-        """Run an asynchronous call here; None as above. ``wait()`` raises its failure. ``detail`` is None where the
-        core reads ``opts``."""
+        """Run an asynchronous call here; ``wait()`` raises its failure. ``detail`` is None if the core reads ``opts``.
+        Returns None as _run_seen does."""
         core, begun = self.core, time.monotonic()
         if detail is None:
             status = core.handle.run_cached_options(number, opts, source, target, True)
@@ -291,7 +292,7 @@ class Calls:
             tensors, given = read_arguments(op.torch, args, named)
             prepared = prepare(core, given, *tensors)
             if not callable(prepared):
-                # As the caller named them: a tensor may be listed twice. A rank that is not the root has none.
+                # The caller's tensors: one may be listed twice. A rank that is not the root has none.
                 result = _flat(tensors[0]) if prepared and prepared[0] is not None else []
                 inputs = _flat(prepared[1]) if op.inputs and op.outputs else result
                 device = next((t.device for t in (inputs or result)[:1] if not t.is_cpu), None)

@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: everybody gathers everybody's entries and adds up entries of the same index."""
+"""Sums of sparse tensors: every rank gathers all entries and adds those of the same index."""
 
 from __future__ import annotations
 

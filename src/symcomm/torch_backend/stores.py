@@ -18,7 +18,7 @@ from symcomm.group.torch_layout import places_of, pointed_to
 from symcomm.store import Store
 
 _AT = object.__basicsize__  # a pointer to the C++ half follows Python's object header
-_kept: list[Any] = []  # nobody in Python holds these any more, but C++ does
+_kept: list[Any] = []  # stores that only C++ still holds
 
 
 class KeptWhileInCpp(TorchStore):
@@ -35,12 +35,12 @@ class KeptWhileInCpp(TorchStore):
 
 
 def take_back() -> None:
-    """Keep no store longer than C++ does."""
+    """Drop kept stores that C++ has released."""
     _kept[:] = [store for store in _kept if _is_held(store)]
 
 
 def _is_held(store: Any) -> bool:
-    """Whether C++ holds a reference; True where that is unknown."""
+    """Whether C++ holds a reference; True if that is unknown."""
     if _COUNT_AT is None:
         return True
     half = ctypes.c_void_p.from_address(id(store) + _AT).value
@@ -48,7 +48,7 @@ def _is_held(store: Any) -> bool:
 
 
 def _count_at() -> int | None:
-    """Where the C++ half of a store counts its references (see group/torch_layout.py); None where it is not found."""
+    """Where the C++ half of a store counts its references (see group/torch_layout.py), or None."""
     try:
         samples: list[tuple[bytes, int]] = []
         for count in (1, 2, 5, 3):
@@ -88,7 +88,7 @@ class _TorchStoreAdapter(KeptWhileInCpp):
         return as_torch_store(self.store.clone())
 
     def __getattr__(self, name: str) -> Any:
-        """What only some stores have: ``host``, ``port``, ``path``, ``underlying_store``."""
+        """Attributes of some stores only: ``host``, ``port``, ``path``, ``underlying_store``."""
         if name == "store":  # not there yet
             raise AttributeError(name)
         return getattr(self.store, name)

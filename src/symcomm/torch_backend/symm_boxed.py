@@ -1,8 +1,8 @@
 """Operators of torch.ops.symm_mem that take or give a handle.
 
-torch passes its own C++ object in a box; ours is a Python object that no box can hold. So these operators are not
-given to the dispatcher: calls from Python that name one of our handles, or a CPU tensor, come here, and all others go
-where they went before.
+torch passes its own C++ object in a box; ours is a Python object that no box can hold. So the dispatcher does not get
+these operators: calls from Python with one of our handles, or a CPU tensor, come here, and all others go where they
+went before.
 """
 
 from __future__ import annotations

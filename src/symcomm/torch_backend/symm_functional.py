@@ -1,7 +1,7 @@
-"""Operators of torch.ops.symm_mem that return what they write, in graphs that may write nothing.
+"""Lets torch.compile trace the operators of torch.ops.symm_mem that return what they write.
 
-AOTAutograd makes a graph without writes of every traced program, and refuses operators whose result shares memory with
-an argument. For CPU tensors these have a form without writes::
+AOTAutograd turns every traced program into a graph without writes, and refuses operators whose result shares memory
+with an argument. On CPU tensors these operators have a form without writes::
 
     before   y = two_shot_all_reduce_(x)             after   y = one_shot_all_reduce(x)      x is y from here on
 
@@ -39,7 +39,7 @@ def _rule(name: str) -> Callable[..., Any]:
 
 
 def register(known: set[str]) -> Callable[[], None]:
-    """Tell torch, of the operators that this version has; what is returned undoes it."""
+    """Give torch the rules for those operators that this version has. Returns the function that undoes it."""
     changed: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for name in known.intersection(_WRITE):
         operator = getattr(torch.ops.symm_mem, name).default

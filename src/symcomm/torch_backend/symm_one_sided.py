@@ -33,7 +33,7 @@ def _counterpart(call: str, handle: SymmetricMemory, tensor: Tensor, peer: int) 
 
 
 def _met(call: str, tensor: Tensor) -> SymmetricMemory:
-    """The handle to ``tensor``. These calls name no group and one rank alone makes them, so it must exist already."""
+    """The handle of ``tensor``, which must exist: these calls name no group, and one rank makes them alone."""
     handle = find_meeting(tensor, look_up(None))
     if handle is None:
         fix = "call rendezvous(tensor, group) on every rank first"
@@ -66,7 +66,7 @@ def get(tensor: Tensor, peer: int) -> None:
 
 
 def nvshmem_put_with_signal(tensor: Tensor, sigpad: Tensor, signal: int, peer: int) -> None:
-    """Write the tensor to the peer, then ``signal`` where the peer has what is ``sigpad`` here."""
+    """Write the tensor to the peer, then ``signal`` to the peer's counterpart of ``sigpad``."""
     call = "nvshmem_put_with_signal"
     handle = _met(call, tensor)
     pads = handle.signal_pad_ptrs
@@ -118,14 +118,14 @@ def _check_signal(call: str, signal: int, dtype: torch.dtype) -> None:
 
 
 def _write_signal(address: int, signal: int, nbytes: int) -> None:
-    """The low half last: whoever sees the whole value sees what was written before."""
+    """Write the low half last: a rank that sees the whole value sees all earlier writes."""
     if nbytes == 8:
         native.write_words(address + 4, signal >> 32 & 0xFFFFFFFF, 1)
     native.write_words(address, signal & 0xFFFFFFFF, 1)
 
 
 def _wait_for(call: str, word: Tensor, value: int, group: ProcessGroup | None, writers: Sequence[int] = ()) -> None:
-    """Wait until a word is ``value``, as long as the group's operations may take and one of ``writers`` is there."""
+    """Wait until a word is ``value``, for as long as the group's time-out, while at least one of ``writers`` lives."""
     seconds = group.timeout if group is not None else DEFAULT_TIMEOUT
     end, pause = time.monotonic() + seconds, 0.0
     what = f"{call}: waiting for {value}"
@@ -137,7 +137,7 @@ def _wait_for(call: str, word: Tensor, value: int, group: ProcessGroup | None, w
             raise errors.deadline(f"{what}, found {word.item()},", seconds)
         time.sleep(pause)
         pause = min(pause + 20e-6, MOST_PAUSE)
-    time.sleep(0)  # gives up the GIL and takes it again: what is read from here on was not read before the word
+    time.sleep(0)  # gives up the GIL and takes it again, so that no later read happens before that of the word
 
 
 def _are_gone(group: ProcessGroup, ranks: Sequence[int]) -> bool:

@@ -1,9 +1,8 @@
-"""``torch.ops.symm_mem.*`` on CPU tensors: which there are, and telling torch.
+"""``torch.ops.symm_mem.*`` on CPU tensors: the tables of operators, and their registration with torch.
 
 Every operator that torch registers is in exactly one of three tables: IMPLEMENTED, NEEDS_MULTICAST and BOXED (in
-symm_boxed.py). They take tensors in symmetric memory as torch's do; where that makes no difference to the result, any
-CPU tensor will do.
-Groups are named: ours, or torch.distributed's on our backend.
+symm_boxed.py). They take tensors in symmetric memory, as torch's do, or any CPU tensor if the result is the same.
+Groups are given by name: ours, or torch.distributed's on our backend.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "two_shot_all_reduce_": symm_reduce.two_shot_all_reduce_,
     "two_shot_all_reduce_out": symm_reduce.two_shot_all_reduce_out,
 }
-NEEDS_MULTICAST = {  # and what does the same without
+NEEDS_MULTICAST = {  # -> the operator that does the same without
     "multimem_all_gather_out": "_low_contention_all_gather",
     "multimem_all_reduce_": "two_shot_all_reduce_",
     "multimem_one_shot_all_reduce": "one_shot_all_reduce",
@@ -75,7 +74,7 @@ def _refusing(name: str, why: str) -> Callable[..., Any]:
 
 
 def _without_data(schema: Any) -> Callable[..., Any] | None:
-    """What a traced program is given by an operator that returns what it writes to, or nothing; None for others."""
+    """A kernel for tracing: for an operator that returns what it writes, or nothing. None for others."""
     if not schema.returns:
         return lambda *_, **__: None
     written = schema.returns[0].alias_info
@@ -88,7 +87,7 @@ def _without_data(schema: Any) -> Callable[..., Any] | None:
 
 
 def _register_for_tracing(names: set[str]) -> Any:
-    """Dynamo asks each operator what it would give, without data; torch says so of some only."""
+    """Register kernels for tracing: Dynamo asks each operator for its result without data, and torch has only some."""
     library = torch.library.Library("symm_mem", "IMPL", "Meta")
     for name in sorted(names):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "Meta"):
@@ -99,7 +98,7 @@ def _register_for_tracing(names: set[str]) -> Any:
 
 
 def register() -> Undo:
-    """Give torch the operators for CPU tensors, those of them that this version of torch has."""
+    """Give torch the operators for CPU tensors that this version of torch has."""
     multicast = "needs multicast hardware (NVLink SHARP), which a CPU has not; use torch.ops.symm_mem.{}"
     refused = {name: multicast.format(other) for name, other in NEEDS_MULTICAST.items()}
     kernels = IMPLEMENTED | {name: _refusing(name, why) for name, why in refused.items()}

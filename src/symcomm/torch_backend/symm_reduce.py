@@ -61,7 +61,7 @@ def one_shot_all_reduce_copy(symm_buffer: Tensor, local_input: Tensor, reduce_op
 def one_shot_all_reduce_copy_out(
     symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str, out: Tensor
 ) -> Tensor:
-    """What is reduced is ``local_input``; ``symm_buffer`` holds a copy of it afterwards, as with torch."""
+    """Reduces ``local_input``; ``symm_buffer`` holds a copy of it afterwards, as with torch."""
     call = "one_shot_all_reduce_copy"
     check_like(call, "out", out, local_input.shape, local_input.dtype)
     count = local_input.numel()
@@ -118,7 +118,7 @@ def low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def low_contention_all_gather_multicast(tensor: Tensor, group_name: str) -> Tensor:
-    """As the one before, and takes a single number of each rank too."""
+    """As low_contention_all_gather; also takes a single number of each rank."""
     return gathered(find_group("_low_contention_all_gather_ce_multicast", group_name), torch.atleast_1d(tensor))
 
 
@@ -159,7 +159,7 @@ def pays_in_pieces(group: ProcessGroup, nbytes: int) -> bool:
 
 
 def _gather_beside(group: ProcessGroup, A: Tensor, Bs: Sequence[Tensor], dim: int) -> tuple[Tensor, list[Tensor]]:
-    """My own rows are multiplied while the others' arrive. Both results have ``dim`` first."""
+    """Multiply this rank's rows while the others' arrive. Both results have ``dim`` first."""
     shard = A.movedim(dim, 0).contiguous()
     count, rank = shard.shape[0], group.rank
     full = shard.new_empty(count * group.size, *shard.shape[1:])
@@ -177,7 +177,7 @@ def _gather_beside(group: ProcessGroup, A: Tensor, Bs: Sequence[Tensor], dim: in
 
 
 def _scatter_beside(group: ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, dim: int) -> Tensor:
-    """One half of everybody's rows is reduced while the other is multiplied. The result has ``dim`` first."""
+    """Reduce one half of all ranks' rows while multiplying the other. The result has ``dim`` first."""
     rows = A.movedim(dim, 0).unflatten(0, (group.size, -1))
     count = rows.shape[1]
     out = A.new_empty(count, *rows.shape[2:-1], B.shape[-1])
@@ -231,7 +231,7 @@ def fused_all_gather_scaled_matmul(
     out_dtypes: Sequence[torch.dtype | None],
     use_fast_accum: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    """``A_scale``: one number; one for each row of the shard; or one for each row of the whole."""
+    """``A_scale``: one number, one for each row of the shard, or one for each row of the whole."""
     call = "fused_all_gather_scaled_matmul"
     group = find_group(call, group_name)
     dim = check_dim(call, "gather_dim", gather_dim, A)
@@ -282,7 +282,7 @@ def fused_scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """``A`` may be flattened; ``output_shape`` and ``orig_scatter_dim`` speak of the product before that."""
+    """``A`` may be flattened; ``output_shape`` and ``orig_scatter_dim`` describe the product before that."""
     call = "fused_scaled_matmul_reduce_scatter"
     if A_scale.numel() > 1:
         if A_scale.shape[:-1] != A.shape[:-1]:
@@ -307,7 +307,7 @@ def tile_reduce(in_tile: Tensor, out_tile: Tensor, root: int, group_name: str, r
 def multi_root_tile_reduce(
     in_tiles: Sequence[Tensor], out_tile: Tensor, roots: Sequence[int], group_name: str, reduce_op: str = "sum"
 ) -> None:
-    """Tile k is reduced into ``out_tile`` of rank ``roots[k]``."""
+    """Reduce tile k into ``out_tile`` of rank ``roots[k]``."""
     call = "tile_reduce"
     group = find_group(call, group_name)
     if len(set(roots)) != len(roots) or len(roots) != len(in_tiles):
@@ -318,7 +318,7 @@ def multi_root_tile_reduce(
 
 
 def _reduced_to(group: ProcessGroup, tile: Tensor, root: int, reduce_op: str, out: Tensor) -> None:
-    """The others' tiles stay as they are; so does the root's, whose sum goes to ``out``."""
+    """Reduce into the root's ``out``. All tiles stay as they are."""
     part = tile.clone(memory_format=torch.contiguous_format) if group.rank == root else tile.contiguous()
     group.reduce(part, root, reduce_op)
     if group.rank == root:

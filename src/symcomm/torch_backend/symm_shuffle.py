@@ -20,7 +20,7 @@ def nvshmem_all_to_all(input: Tensor, out: Tensor, group_name: str) -> Tensor:
 
 
 def nccl_all_to_all_nd(input: Tensor, out: Tensor, scatter_dim: int, gather_dim: int, group_name: str) -> None:
-    """Part k of the input along ``scatter_dim`` goes to rank k; what comes is joined along ``gather_dim``."""
+    """Send part k of the input along ``scatter_dim`` to rank k, and join what arrives along ``gather_dim``."""
     call = "nccl_all_to_all_nd"
     group = find_group(call, group_name)
     scatter = check_dim(call, "scatter_dim", scatter_dim, input)
@@ -42,7 +42,7 @@ def nvshmem_broadcast(input: Tensor, root: int, group_name: str) -> Tensor:
 
 
 def _everybodys_splits(call: str, group: ProcessGroup, splits: Tensor) -> list[list[int]]:
-    """Row r: how rank r splits its input, equally long on all ranks. All ranks see what is wrong with any of them."""
+    """Row r: how rank r splits its input. Rows are equally long, and all ranks see what is wrong with any of them."""
     check_divisible(call, "the number of splits", splits.numel(), group.size)
     matrix = gathered(group, splits.reshape(1, -1).to(torch.int64)).tolist()
     for rank, row in enumerate(matrix):
@@ -63,7 +63,8 @@ def _report(out_splits_offsets: Tensor, splits: Sequence[int], offsets: Sequence
 
 
 def all_to_all_vdev(input: Tensor, out: Tensor, in_splits: Tensor, out_splits_offsets: Tensor, group_name: str) -> None:
-    """Rows ``in_splits[k]`` go to rank k. Row 0 of ``out_splits_offsets``: how many came from whom; row 1: where to."""
+    """Send ``in_splits[k]`` rows to rank k. ``out_splits_offsets``: how many came from each rank, and where they
+    begin."""
     call = "all_to_all_vdev"
     group = find_group(call, group_name)
     matrix = _everybodys_splits(call, group, in_splits)
@@ -82,9 +83,9 @@ def all_to_all_vdev_2d(
     group_name: str,
     major_align: int | None = None,
 ) -> None:
-    """Tokens to experts: the input is in order of (rank, expert of that rank), the output of (expert, rank).
+    """Tokens to experts: the input is in order of (rank, expert of that rank), the output in order of (expert, rank).
 
-    What an expert gets begins at a multiple of ``major_align``, and an expert that gets nothing still has one.
+    Each expert's rows begin at a multiple of ``major_align``; an expert without rows still takes up ``major_align``.
     """
     call = "all_to_all_vdev_2d"
     group = find_group(call, group_name)
@@ -115,7 +116,7 @@ def all_to_all_vdev_2d(
 
 
 def _by_expert(matrix: list[list[int]], rank: int, experts: int, align: int) -> tuple[list[int], list[int]]:
-    """What ``rank`` gets, in order of (expert, source): how many rows, and where they begin."""
+    """(how many rows ``rank`` gets, where they begin), in order of (expert, source)."""
     splits, offsets, start = [], [], 0
     for expert in range(experts):
         sizes = [row[rank * experts + expert] for row in matrix]
@@ -128,7 +129,8 @@ def _by_expert(matrix: list[list[int]], rank: int, experts: int, align: int) -> 
 def all_to_all_vdev_2d_offset(
     input: Tensor, out: Tensor, in_splits_offsets: Tensor, out_splits_offsets: Tensor, group_name: str
 ) -> None:
-    """Tokens back from experts: the input has pieces (expert, rank), gaps between or not; the output (rank, expert)."""
+    """Tokens back from experts: the input's pieces, perhaps with gaps, are (expert, rank), the output's (rank,
+    expert)."""
     call = "all_to_all_vdev_2d_offset"
     group = find_group(call, group_name)
     matrix = _everybodys_splits(call, group, in_splits_offsets[0])

@@ -29,7 +29,7 @@ def duration(name: str, value: Any) -> timedelta:
 
 
 def timeout_of(name: str, value: Any) -> timedelta:
-    """The same, kept in whole milliseconds."""
+    """A duration in whole milliseconds."""
     return timedelta(milliseconds=int(duration(name, value) / timedelta(milliseconds=1)))
 
 

@@ -1,8 +1,8 @@
 """What differs between the versions of torch that Symcomm runs on. Nothing else in the package asks for a version.
 
-Builds differ as well as versions, so each fact is asked of the torch that is running, and not read from its number.
-Two packages that cannot import this one ask the tensor or storage they were handed: ``group`` (buffers, arguments) and
-``symm_mem`` (symmetrize), which lie below; ``device`` asks torch itself, since it also runs on builds without
+Builds differ as well as versions, so each fact is found by asking the running torch, not by its version number. Two
+packages lie below and cannot import this one: ``group`` (buffers, arguments) and ``symm_mem`` (symmetrize) ask the
+tensor or storage that they were handed. ``device`` asks torch itself, since it also runs on builds without
 ``torch.distributed``.
 """
 
@@ -18,7 +18,7 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-# A Python class can be a real Backend (since 2.14); before that Backend has no constructor that Python could call.
+# A Python class can be a real Backend since 2.14; before, Backend had no constructor that Python could call.
 HAS_PYTHON_BACKENDS = "rank" in (torch_c10d.Backend.__init__.__doc__ or "")
 
 # A build for CUDA has kernels for it, whether there is a GPU or not.
@@ -37,13 +37,13 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 
 
 def present(owner: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Those of ``names`` that this torch's module or class has. Some came and some went between versions."""
+    """The ``names`` that a module or class of this torch has. Some came and some went between versions."""
     return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
 def functional_operators(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that are functional collectives here: all_gather_into_tensor_out is in all versions,
-    batch_p2p_ops since 2.13."""
+    """The ``names`` that are functional collectives here: all versions have all_gather_into_tensor_out, and
+    batch_p2p_ops came with 2.13."""
     return list(present(torch.ops._c10d_functional, names))
 
 
@@ -53,7 +53,7 @@ def fake_options() -> Any:
 
 
 def hook_classes() -> dict[str, Any]:
-    """What torch has of hooks that watch groups (since 2.15)."""
+    """torch's classes of hooks that watch groups (since 2.15)."""
     return present(torch_c10d, ("FlightRecorderHook", "HealthCheckHook", "HookOpName", "NanCheckHook"))
 
 
@@ -91,7 +91,7 @@ def looked_up_by_cpp(name: str, older: str) -> str:
 
 
 def op_type(name: str, otherwise: str) -> Any:
-    """A member of torch's OpType, or another one in versions that lack it."""
+    """A member of torch's OpType; ``otherwise`` in versions that lack it."""
     kinds = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
     return getattr(kinds, name, None) or getattr(kinds, otherwise)
 

@@ -1,4 +1,4 @@
-"""Groups that torch's C++ hooks watch; cpp_backend.py says how calls go there."""
+"""Groups that torch's C++ hooks watch; cpp_backend.py says which way their calls go."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from symcomm.windows.window import Window, new_window
 
 
 class TorchWindow(Window):
-    """What ``TorchGroup.new_window()`` gives. torch 2.15's own Window has no constructor that a class could use."""
+    """Made by ``TorchGroup.new_window()``. torch 2.15's own Window has no constructor that a class could use."""
 
     _done = done
 

@@ -49,8 +49,8 @@ class WorkInfo:
 
 
 def late(error: errors.SymcommError, limit: float, took: float) -> errors.SymcommError:
-    """The error of an operation that had ``limit`` seconds and took ``took``: behind the words that scripts written for
-    Gloo look for, if it was late, also where a rank that is gone was the reason."""
+    """The error of an operation that had ``limit`` seconds and took ``took``. If it was late, even because a rank is
+    gone, the error begins with the words that scripts written for Gloo look for."""
     text = f"Timed out waiting {limit * 1e3:.0f}ms: {error}"
     if isinstance(error, errors.DeadlineError):
         return errors.DeadlineError(text, error.missing)
@@ -85,7 +85,7 @@ _OLD_CALLS = {
 
 
 def warns_of_old_calls(kind: WorkClass) -> WorkClass:
-    """The class with a warning, once a process, of each method that PyTorch's works warn of."""
+    """The class, whose old methods now warn, once a process each, as those of PyTorch's works do."""
     for name, instead in _OLD_CALLS.items():
         if name in vars(kind):
             setattr(kind, name, _warning(name, vars(kind)[name], instead))
@@ -108,14 +108,14 @@ def _warning(name: str, method: Callable[[Any], Any], instead: str) -> Callable[
 
 @warns_of_old_calls
 class _OwnWork(Work):
-    """What works have in common, however they end."""
+    """The base of all works."""
 
     _call = ""
     _tensors: list[Any]
 
     @property
     def outputs(self) -> list[Any]:
-        """Its tensors, whether it has ended or not; ``result()`` waits."""
+        """The operation's tensors, whether it has ended or not; ``result()`` waits."""
         return self._tensors
 
     def synchronize(self) -> None:
@@ -169,7 +169,7 @@ class DoneWork(_OwnWork):
         return True
 
     def add_done_callback(self, callback: Any) -> None:
-        """As a TorchWork's."""
+        """As TorchWork's; the operation has ended."""
         callback()
 
     def is_completed(self) -> bool:
@@ -289,7 +289,7 @@ class TorchWork(_OwnWork):
 
     def get_future(self) -> Any:
         if self._call == "all_gather" and wants_stacked():
-            # torch's quantization hooks take NCCL's form for granted: all outputs in one tensor. Others want a list.
+            # torch's quantization hooks assume NCCL's form, all outputs in one tensor; others want a list.
             return self.get_future().then(lambda future: [torch.stack(future.value())])
         if self._future is None:
             devices = cuda_devices(self._tensors)
@@ -302,7 +302,7 @@ class TorchWork(_OwnWork):
         return self._future
 
     def _complete_in_stream(self, ended: Any) -> None:
-        """Whoever waits for the future has their stream wait for the operation's."""
+        """Complete the future so that its waiters' streams wait for the operation's."""
         with torch.cuda.stream(self.inner.stream):
             ended.set_result([] if self.inner.error is not None else self._tensors)
 
@@ -317,7 +317,7 @@ class TorchWork(_OwnWork):
 
 @warns_of_old_calls
 class AllOf(_OwnWork):
-    """Several works as one: what a coalescing manager gives."""
+    """Several works as one, for a coalescing manager."""
 
     _call = "coalesced"
 
@@ -336,7 +336,7 @@ class AllOf(_OwnWork):
     def wait(self, timeout: timedelta | float = NO_LIMIT) -> bool:
         timeout = duration("wait: timeout", timeout)
         end = time.monotonic() + timeout.total_seconds()
-        for work in self._works:  # the first that is late ends the others, too
+        for work in self._works:  # the first late one ends the wait for all
             left = timedelta(seconds=max(end - time.monotonic(), 1e-6)) if timeout > NO_LIMIT else timeout
             work.wait(left)
         return True

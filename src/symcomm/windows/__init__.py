@@ -1,7 +1,7 @@
 """One-sided windows: ranks write into each other's tensors, and signal when they have done so.
 
 window.py    Window: arguments are checked here, once, and registration is agreed on
-options.py   WindowAttr, WindowAccessType, deadlines of calls
+options.py   WindowAttr, WindowAccessType
 works.py     what put, signal and wait_signal return
 memory.py    CPU tensors of ranks that share a host: a put is one copy
 hosts.py     CPU tensors of ranks on several hosts: the control channel's thread at the target writes what arrives

@@ -42,7 +42,7 @@ class _Source:
 
 
 def _part(departure: Departure, pieces: Any) -> None:
-    """A window is gone without deregistration."""
+    """Called when a window goes away without deregistration."""
     departure.windows -= 1
     hold(pieces, departure.is_left_alone)
 
@@ -96,7 +96,7 @@ class CudaMemory(AnyMemory):
             self._word_addresses = opened_pieces(infos, "words_handle", "words")
 
     def check_usable(self, call: str) -> None:
-        """Also raises, to the first caller, what was found while the GPU waited."""
+        """Also raises, to the first caller, a failure that was found while the GPU waited."""
         self.failures.check_usable(call)
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class CudaMemory(AnyMemory):
             return None
         work = CudaWork(self._gpu, what, [], self)
         self._gpu.failures.add(work)
-        work.queued(passed, stream)
+        work.settle(None, passed, stream)
         return work
 
     def _side(self, rank: int) -> Any:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def no_shortcut(*_: Any) -> int | None:
-    """Arguments always need a check."""
+    """For windows whose calls always check their arguments."""
     return None
 
 
@@ -43,7 +43,7 @@ def _place(group: Any, tensor: torch.Tensor) -> None:
 
 
 class AnyMemory:
-    """One window's memory on all ranks of a ProcessGroup, wherever it is. ``infos``: what each rank said of its own."""
+    """One window's memory on all ranks of a ProcessGroup, wherever it is. ``infos``: what each rank told of its own."""
 
     group: Any
     device: Any
@@ -55,8 +55,8 @@ class AnyMemory:
         native.change_tensors(self.tensor())
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
-        """put, signal and wait_signal for arguments that need no check; wait_signal only until a wait is
-        asynchronous."""
+        """put, signal and wait_signal for arguments that need no check. wait_signal's holds until the first
+        asynchronous wait."""
         return no_shortcut, no_shortcut, no_shortcut
 
     def is_mapped(self, rank: int) -> bool:
@@ -80,7 +80,7 @@ class AnyMemory:
 
 
 class HostMemory(AnyMemory):
-    """In this host's memory."""
+    """A window's memory in CPU tensors of this host."""
 
     device = "cpu"
 
@@ -108,7 +108,7 @@ class HostMemory(AnyMemory):
         self.group.check_usable()
 
     def close(self) -> None:
-        """Once all ranks have arrived, all puts have ended."""
+        """When all ranks have arrived here, all puts have ended."""
         self.group.barrier()
 
     def end(self) -> None:
@@ -120,7 +120,7 @@ class HostMemory(AnyMemory):
         return read_buffer("put", "tensor", tensor)
 
     def put(self, source: Buffer, rank: int, offset: int, seconds: float) -> int:
-        """Arguments are fine."""
+        """The caller has checked the arguments."""
         return self._segment.write(rank, offset * source.dtype.itemsize, source.address, source.nbytes)
 
     def _storage_of(self, rank: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
@@ -137,7 +137,7 @@ class HostMemory(AnyMemory):
         return self._segment.signal(rank)
 
     def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> SignalWork | None:
-        """The work of an asynchronous wait. Waits for the same rank end in order."""
+        """Returns a work if ``async_op``. Waits for the same rank end in order."""
         before = self._last.get(rank)
         if before is not None and before.is_completed():
             del self._last[rank]

@@ -7,16 +7,18 @@ import json
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm.errors import format_ranks
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.segments import Shortcut
-from symcomm.group.work import Timeout
+from symcomm.group.work import Timeout, to_ns
+from symcomm.memory.hosts import alike
 from symcomm.types import DType
 from symcomm.windows.memory import HostMemory, no_shortcut
-from symcomm.windows.options import WindowAccessType, WindowAttr, seconds_of
+from symcomm.windows.options import WindowAccessType, WindowAttr
 from symcomm.windows.works import DONE
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Window:
 
     Raises: BadArgumentError, CallerError, CollectiveMismatchError, RankFailedError, DeadlineError."""
 
-    _done: Any = DONE  # what the caller gets for an operation that has ended
+    _done: Any = DONE  # returned for an operation that has ended
 
     def __init__(self, group: Any):
         self.group = group
@@ -102,7 +104,7 @@ class Window:
             self._short_put = self._short_signal = self._short_wait = no_shortcut
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
-        """A tensor over ``rank``'s memory, to read and to write."""
+        """A tensor over ``rank``'s memory, which you may read and write."""
         memory = self._registered("map_remote_tensor")
         self._check_rank("map_remote_tensor", "rank", rank)
         if not memory.is_mapped(rank):
@@ -170,7 +172,7 @@ class Window:
         return memory.put(source, rank, start, seconds)
 
     def signal(self, peer_rank: int, async_op: bool = False, opts: Any = None, timeout: Timeout = None) -> Any:
-        """Send ``peer_rank`` a signal. It never waits: signals are counted until they are taken."""
+        """Send ``peer_rank`` a signal. This never waits: the peer counts signals until it takes them."""
         if opts is None and timeout is None and self._short_signal(peer_rank) == 0:
             return self._done
         memory = self._registered("signal")
@@ -215,8 +217,11 @@ class Window:
             raise errors.bad_argument(call, name, rank, f"in [0, {self.group.size - 1}], a rank of this group")
 
     def _seconds(self, call: str, opts: Any, timeout: Timeout) -> float:
-        seconds = seconds_of(call, opts, timeout)
-        return self.group.timeout if seconds is None else seconds
+        """The deadline in ``timeout``, or in PutOptions and the like (ours or torch's), or the group's."""
+        given = getattr(opts, "timeout", None) if timeout is None else timeout
+        if given is None or (timeout is None and isinstance(given, timedelta) and given.days < 0):  # unset is -1 ms
+            return self.group.timeout
+        return to_ns(call, given) / 1e9
 
 
 def _memory_for(group: Any, tensor: Any, number: int) -> Any:
@@ -248,17 +253,15 @@ def _memory_for(group: Any, tensor: Any, number: int) -> Any:
 
 
 def _check_cards(group: Any, infos: Sequence[dict[str, Any]]) -> None:
-    """Whether all ranks registered a tensor, with the same window, on the same kind of device."""
+    """Raise unless all ranks registered a tensor, with the same window, on the same kind of device."""
     refused = [(r, info["refusal"]) for r, info in enumerate(infos) if info["refusal"]]
     if refused:
         rank, text = refused[0]
         raise errors.CallerError(f"tensor_register on group {group.name!r}: rank {rank} could not take part: {text}")
     for key, words in (("window", "windows (in the order they were made)"), ("device", "kinds of devices")):
-        sides: dict[Any, list[int]] = {}
-        for rank, info in enumerate(infos):
-            sides.setdefault(info[key], []).append(rank)
+        sides = alike([info[key] for info in infos])
         if len(sides) > 1:
-            listed = "; ".join(f"rank {format_ranks(ranks)}: {value}" for value, ranks in sides.items())
+            listed = "; ".join(f"rank {format_ranks(ranks)}: {infos[ranks[0]][key]}" for ranks in sides)
             raise errors.CollectiveMismatchError(
                 f"tensor_register on group {group.name!r}: the ranks mean different {words}: {listed}."
             )

@@ -67,7 +67,7 @@ class SignalWork(Outcome):
         self.seconds: float | None = None
 
     def _advance(self, seconds: float | None) -> bool:
-        """Whether it has ended, after a wait of at most ``seconds``; None: until its deadline; 0: without a wait."""
+        """Wait for at most ``seconds`` (None: until the deadline; 0: not at all). Returns whether it has ended."""
         chain = [self]
         while (before := chain[-1]._before) is not None:
             chain.append(before)
@@ -75,7 +75,7 @@ class SignalWork(Outcome):
         return all(work._take(None if end is None else end - time.monotonic()) for work in reversed(chain))
 
     def _take(self, seconds: float | None) -> bool:
-        """The same, once those before it have ended."""
+        """The same for this work alone, once those before it have ended."""
         if self._ended:
             return True
         left = self._started + self._limit - time.monotonic()

@@ -61,7 +61,7 @@ def _calls(rank: int) -> list[tuple[Callable[[], Any], Callable[[], list[Any]], 
 @check
 def small_calls_end_at_once(rank: int, path: str) -> None:
     with joined(rank, path) as group:
-        for again in range(3):  # the first of a kind takes the long way
+        for again in range(3):  # the first of a kind takes the slow path
             for call, result, expected in _calls(rank):
                 dist.barrier()
                 work = _after_the_other(group, rank, call)

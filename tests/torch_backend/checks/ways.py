@@ -80,7 +80,7 @@ def _kept_from_python(group: Any) -> Iterator[None]:
     """Fails if a call is dressed for torch by Python: the core's counts would not show it."""
 
     def run_new(op: Any, *_: Any) -> Any:
-        raise AssertionError(f"{op.name} takes the long way to the core")
+        raise AssertionError(f"{op.name} takes the slow path to the core")
 
     group.calls.run_new = run_new
     try:

@@ -1,4 +1,4 @@
-/* The driver's functions that the core calls, and how it is given numbers for them. */
+/* The driver's functions that the core calls, and how it reads their arguments from tuples. */
 #pragma once
 
 #include "module/module.h"

@@ -1,7 +1,7 @@
-/* What a GPU collective asks of the driver most often, in one call.
+/* The driver calls of a GPU collective, in one call of the core.
  *
- * The core knows nothing of CUDA: it is handed the addresses of driver functions by cuda/driver.py, which found them in
- * the driver's library. The interpreter lock is released meanwhile: the driver makes a caller wait when a stream is
+ * The core knows nothing of CUDA: cuda/driver.py passes it the addresses of driver functions, which it found in the
+ * driver's library. The interpreter lock is released meanwhile, since the driver makes a caller wait when a stream is
  * full. */
 #include "cuda/driver.h"
 #include "group/group.h"
@@ -112,8 +112,8 @@ static PyObject *enqueue_host_reduce(PyObject *Py_UNUSED(self), PyObject *args) 
 
 /* --- words that hosts and GPUs share ------------------------------------------------------------------------ */
 
-/* store_word(address, value): a GPU, or another host's thread, that sees it sees everything written before it, and
- * nothing that comes later is seen before it. */
+/* store_word(address, value): a GPU, or another process, that sees the word sees all earlier writes, and sees no later
+ * write before it. */
 static PyObject *store_word(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address, value;
     if (!PyArg_ParseTuple(args, "KK", &address, &value)) return NULL;

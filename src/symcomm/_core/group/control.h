@@ -29,8 +29,8 @@ struct arrival { /* one cache line: the flag and all that others must know */
     uint64_t pad;
 };
 
-/* A few words of one rank for all others, written by turns into two places: whoever dies while it writes leaves the
- * words before. */
+/* A few words of one rank for all others, written into two places by turns: a rank that dies while it writes leaves the
+ * previous words. */
 struct record {
     _Atomic uint32_t version; /* how often it was written; the last words are in place version % 2 */
     _Atomic uint32_t length[2];
@@ -50,15 +50,15 @@ struct control {
     _Atomic uint64_t wait_target;
     _Alignas(64) _Atomic uint32_t p2p_doorbell; /* futex: a message, room for one, or an acknowledgement came */
     _Atomic uint32_t p2p_sleepers;
-    /* Of a thread of the owner that sleeps for a message: 2 * (peer + 2) + is_send; 0: none. */
+    /* What a thread of the owner sleeps for, if for a message: 2 * (peer + 2) + is_send; 0: none. */
     _Atomic int32_t p2p_awaits;
     _Alignas(64) _Atomic uint32_t putting; /* threads of the owner that write into peers' windows */
     _Alignas(64) _Atomic uint64_t abort;   /* 0, or packed cause: see sync_fail() */
     _Atomic uint64_t abort_seq;
-    _Atomic uint64_t voided; /* ~ of the first operation that some rank left in failure: it only grows. 0: none */
+    _Atomic uint64_t voided; /* ~ the number of the first operation that a rank left in failure: only grows. 0: none */
     _Alignas(64) _Atomic uint32_t state; /* enum control_state */
     _Atomic uint8_t departed[MAX_WORLD]; /* written by others: rank r will not touch this block again */
-    _Atomic uint64_t agreed; /* rank 0's, for all to write: where the agreement of survivors stands (group/shrink.py) */
+    _Atomic uint64_t agreed; /* rank 0's, for all to write: the survivors' word, see membership/shared_board.py */
     _Atomic uint64_t told;   /* rank 0's, for all to write: seq << 16 | the rank that tells of long waits in it */
     _Atomic uint64_t token, token_address; /* a random number and where the owner has it, see exec/cma.c */
     _Atomic uint32_t refusal_length[2];

@@ -1,4 +1,4 @@
-/* The life of a group: it is made, left, dropped, or found in a forked child. */
+/* The life of a group: making, leaving and dropping it, and what becomes of it in a forked child. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,7 +30,7 @@ static void *copy_of(const void *array, size_t n, size_t size) {
     return copy;
 }
 
-/* Shows the other ranks that this one is there. */
+/* Tells the other ranks that this one is there. */
 static void introduce(struct group *g) {
     struct visit visit;
     visit_begin(&visit, g);
@@ -135,7 +135,7 @@ bool group_announce(struct group *g, int looks) {
     if (!visit_begin(&visit, g)) return false;
     uint64_t number = atomic_load(&g->seq) + 1;
     atomic_store_explicit(&block_of(&visit, g->rank)->announced, number, memory_order_relaxed);
-    int here = 0; /* ranks below it are there */
+    int here = 0; /* all ranks below this are there */
     for (int i = 0; i < looks && here < g->world; i++) {
         while (here < g->world && (here == g->rank || has_come(block_of(&visit, here), number))) here++;
         cpu_relax();

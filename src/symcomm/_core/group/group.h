@@ -11,10 +11,10 @@
 
 struct flight_entry;
 
-/* How many calls took which way. Whoever counts one holds the interpreter lock. */
+/* How many calls took which path. They are counted with the interpreter lock held. */
 struct ways {
     _Atomic uint64_t taken[2][2];  /* by [Python looked at it][it is queued] */
-    _Atomic uint64_t by_waiter[2]; /* of the queued ones: run by who waited for them. Counted without that lock */
+    _Atomic uint64_t by_waiter[2]; /* queued ones that their waiter ran; counted without that lock */
 };
 
 /* How the bytes of collectives went, and if they were copied through staging areas: why. */
@@ -32,7 +32,7 @@ struct copy_counts {
     _Atomic uint64_t calls, bytes;
 };
 
-/* Waits that were not over within the first looks, by how they ended. */
+/* How waits ended that were not over within the first looks. */
 struct wait_counts {
     _Atomic uint64_t looked;  /* while the rank kept its core and went on looking */
     _Atomic uint64_t yielded; /* while it offered the core to others */
@@ -53,7 +53,7 @@ struct group {
     _Atomic uint8_t *readable;      /* per rank: whether its memory can be read, see exec/cma.c */
     int spin;                       /* the first looks of a wait, at most */
     _Atomic int spin_now;           /* at present: fewer where ranks share cores and peers do not answer soon */
-    /* After those: how long to look while keeping the core, or to offer it, before sleeping; see sync/backoff.h. */
+    /* After those, how long to look while keeping the core, or to offer it, before sleeping; see sync/backoff.h. */
     int64_t poll_ns, yield_ns;
     _Atomic int64_t timeout;     /* ns, of calls that do not say otherwise */
     _Atomic int64_t next_review; /* when to count cores and ranks again */
@@ -69,20 +69,20 @@ struct group {
     struct dispatch_cache *dispatch_cache; /* plans by kind of call, see exec/dispatch_cache.c: interpreter lock */
     struct p2p *p2p;                       /* point-to-point messages, see p2p/p2p.c */
     void *object;                          /* the native.Group that owns this struct */
-    /* Of asynchronous operations, numbered as they are queued: the last that has ended, and the last that somebody
-     * waits for no longer. */
+    /* Asynchronous operations are numbered as they are queued: the last one that has ended, and the last one that its
+     * waiter has given up. */
     _Atomic uint64_t ended, given_up;
-    _Atomic bool unawaited;                  /* the last operation was left before all ranks were seen to come */
-    _Atomic(struct refusals *) refusals;     /* the last that peers told of, see exec/refusal.c; NULL: none yet */
+    _Atomic bool unawaited;                  /* this rank left the last operation before it saw all ranks come */
+    _Atomic(struct refusals *) refusals;     /* the last ones of peers, see exec/refusal.c; NULL: none yet */
     struct worker *_Atomic worker;           /* runs asynchronous operations, see exec/async.c; NULL until first used */
     struct ways collectives, messages, puts; /* statistics */
     struct copy_counts copies[COPIES_KINDS];
 };
 
-/* How often a wait that begins now looks first. Several threads of a rank may wait at once, for messages. */
+/* How many first looks a wait that begins now takes. Several threads of a rank may wait for messages at once. */
 static inline int spins_now(const struct group *g) { return atomic_load_explicit(&g->spin_now, memory_order_relaxed); }
 
-/* Whether somebody has given up an operation that has not ended yet: all up to it have no more time. */
+/* Whether an operation that has not ended was given up: all operations up to it have no more time. */
 static inline bool has_given_up(const struct group *g) { return atomic_load(&g->given_up) > atomic_load(&g->ended); }
 
 /* No read-modify-write: nobody else counts while the caller has the interpreter lock. */
@@ -93,7 +93,7 @@ static inline void count_call(struct ways *w, bool slow_path, bool is_queued) {
 
 /* --- its life: group/group.c -------------------------------------------------------------------------------------- */
 
-/* What a group is made of; arrays have an entry per rank. */
+/* The parts of a group; arrays have an entry per rank. */
 struct group_parts {
     int rank, world;
     char *const *controls, *const *stages, *const *arenas, *const *lives, *const *channels;
@@ -108,15 +108,15 @@ struct group_parts {
 
 /* NULL: no memory. */
 struct group *group_make(const struct group_parts *p);
-/* Ends what still runs on it, and its threads; not in one of those. */
+/* Ends the operations that still run on it, and its threads. None of those threads may call this. */
 void group_stop(struct group *g);
 void group_free(struct group *g);
 /* This rank takes no further part. */
 void group_leave(struct group *g);
-/* In a forked child, which has the group's memory but is not the rank: nothing it does reaches the other ranks. */
+/* In a forked child, which has the group's memory but is not the rank: nothing that it does reaches the other ranks. */
 void group_forked(struct group *g);
-/* Of one that was aborted: whether no peer is in the middle of a put any more; waits for that. */
+/* Waits until no peer is in the middle of a put into an aborted group. Returns whether that is so. */
 bool group_await_puts(struct group *g);
-/* Whether all other ranks are at this operation too, or soon will be; says so of this rank. The words only ever grow,
- * and whoever wrote one runs its operation whatever it sees: one seen late costs only time. */
+/* Announces that this rank is at its next operation. Returns whether all other ranks are there too. The announced
+ * numbers only grow, and each rank runs its operation whatever it sees, so one that is seen late costs only time. */
 bool group_announce(struct group *g, int looks);

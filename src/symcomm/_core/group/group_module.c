@@ -1,5 +1,4 @@
-/* Groups as Python sees them: the type native.Group. Its methods are written where what they do is: each of
- * GROUP_METHODS is a table in a file of its own. */
+/* The Python type native.Group. Each of GROUP_METHODS is a table of methods, in the file of their subject. */
 #include "group/group_module.h"
 
 #include "exec/async.h"
@@ -55,7 +54,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     return wrap(type, group_make(&p));
 }
 
-/* Nobody refers to the group any more. What still runs on it could wait for ever, so it is ended. */
+/* Called when nobody refers to the group any more. Operations that still run could wait for ever, so it ends them. */
 static void drop(struct group *g) {
     Py_BEGIN_ALLOW_THREADS;
     group_stop(g);
@@ -75,7 +74,7 @@ static void drop_at_end(void *group) {
 static void group_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     struct group *g = group_of(self);
-    if (g && async_inside(g)) async_at_end(g, drop_at_end, g); /* the last who knew it was called by its own thread */
+    if (g && async_inside(g)) async_at_end(g, drop_at_end, g); /* its own thread dropped the last reference */
     else if (g) drop(g);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -98,7 +97,7 @@ static PyObject *leave(PyObject *self, PyObject *Py_UNUSED(none)) {
     Py_RETURN_NONE;
 }
 
-static PyObject *detach(PyObject *self, PyObject *Py_UNUSED(none)) {
+static PyObject *is_left_by_all(PyObject *self, PyObject *Py_UNUSED(none)) {
     return PyBool_FromLong(leave_is_done_by_all(group_of(self)));
 }
 
@@ -107,8 +106,8 @@ static PyObject *forked(PyObject *self, PyObject *Py_UNUSED(none)) {
     Py_RETURN_NONE;
 }
 
-/* The group was aborted. Returns once these pieces of memory, which were windows of this rank, are its own again. A
- * peer that was stopped in the middle of a put keeps pages that nobody looks at any more. */
+/* For an aborted group: returns once these pieces of memory, which were windows of this rank, are its own again. A peer
+ * that was stopped in the middle of a put keeps pages that nobody looks at any more. */
 static PyObject *reclaim(PyObject *self, PyObject *pieces) {
     struct group *g = group_of(self);
     bool over;
@@ -135,7 +134,7 @@ static PyObject *py_abort(PyObject *self, PyObject *Py_UNUSED(none)) {
     Py_RETURN_NONE;
 }
 
-/* Every rank sees it before this returns, unless this rank leaves the group meanwhile: then the others see that. */
+/* Every rank sees the failure before this returns, unless this rank leaves meanwhile: then the others see that. */
 static PyObject *fail(PyObject *self, PyObject *args) {
     int status, culprit;
     if (!PyArg_ParseTuple(args, "ii", &status, &culprit)) return NULL;
@@ -145,7 +144,7 @@ static PyObject *fail(PyObject *self, PyObject *args) {
     return PyLong_FromLong(counts);
 }
 
-/* Whoever has read peers' memory asks after its last read. */
+/* Readers of peers' memory call this after their last read. */
 static PyObject *py_status(PyObject *self, PyObject *Py_UNUSED(none)) {
     struct visit visit;
     atomic_thread_fence(memory_order_seq_cst);
@@ -164,7 +163,7 @@ static PyObject *set_timeout(PyObject *self, PyObject *nanoseconds) {
     Py_RETURN_NONE;
 }
 
-/* Plans that reach farther are refused: touching memory that the kernel has not got would be a signal, not an error. */
+/* Plans that reach farther are refused: touching memory that has no pages would raise a signal, not an error. */
 static PyObject *reserved(PyObject *self, PyObject *arg) {
     struct group *g = group_of(self);
     int64_t bytes = PyLong_AsLongLong(arg);
@@ -185,7 +184,7 @@ static PyObject *announce(PyObject *self, PyObject *arg) {
 PyMethodDef group_life_methods[] = {
     METHOD_AS(abort, py_abort, METH_NOARGS, "(): every rank's pending and later operations fail."),
     METHOD(announce, METH_O, "(looks) -> whether all are about to run the same operation"),
-    METHOD(detach, METH_NOARGS, "() -> whether all have left or died, and its memory may be given back"),
+    METHOD(is_left_by_all, METH_NOARGS, "() -> whether all have left or died, and its memory may be given back"),
     METHOD(fail, METH_VARARGS, "(status, culprit) -> the status that counts"),
     METHOD(forked, METH_NOARGS, "(): a forked child takes no part; it is refused everything."),
     METHOD(keep, METH_O, "(object): hold on to it as long as the group exists."),

@@ -1,10 +1,10 @@
-/* Records that ranks of a group publish for each other, and the word by which survivors agree. */
+/* The records that ranks of a group publish for each other, and the word by which survivors agree. */
 #include "group/group_module.h"
 #include "memory/shared_bytes.h"
 
 enum record_kind { RECORD_CALL, RECORD_VOTE };
 
-/* A record of a rank, where its words lie and how long they may be. */
+/* A rank's record: where its words lie, and how long they may be. */
 struct place {
     struct record *record;
     char *text;
@@ -16,7 +16,7 @@ static struct place record_of(struct control *c, int kind) {
     return (struct place){&c->call, c->call_text[0], CALL_BYTES};
 }
 
-/* Words that are too long are refused: half of them would be worse than none. */
+/* Refuses words that are too long: half of them would be worse than none. */
 static PyObject *publish(PyObject *self, PyObject *args) {
     struct group *g = group_of(self);
     int kind;
@@ -60,12 +60,8 @@ static PyObject *records(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "i", &kind)) return NULL;
     PyObject *list = PyList_New(0);
     struct visit visit;
-    visit_begin(&visit, g); /* of a group that was left there are none */
-    for (int r = 0; list && r < g->world; r++) {
-        PyObject *one = read_record(record_of(block_of(&visit, r), kind));
-        if (one == NULL || PyList_Append(list, one) < 0) Py_CLEAR(list);
-        Py_XDECREF(one);
-    }
+    visit_begin(&visit, g); /* a group that was left has no records */
+    for (int r = 0; list && r < g->world; r++) append_new(&list, read_record(record_of(block_of(&visit, r), kind)));
     visit_end(&visit);
     return list;
 }

@@ -1,8 +1,9 @@
 /* Visits, and leaving a group while other threads may be in the middle of its calls.
  *
- * A rank that has departed is never waited for and never looked after again: its peers give their memory back once all
- * have. So from then on nothing here may touch it. Calls that began before are waited for; later ones see a private
- * block instead, which refuses every operation, and whoever aborts, waits or asks reaches nobody. */
+ * To leave is to ask for it (leave_begin, leave_end); to depart is the moment from which this rank touches shared
+ * memory no more. Peers neither wait for a rank that has departed nor look after it: once all have departed, each gives
+ * its memory back. So departing waits for calls that began before. Later calls see a private block instead, which
+ * refuses every operation, and what they do there reaches nobody. */
 #include "group/visit.h"
 
 #include <stdlib.h>
@@ -20,16 +21,16 @@ struct blocks {
     int rank, world;
     struct control **shared;      /* per rank. Nothing changes these, except in a forked child */
     struct control **refusing;    /* per rank: the private one */
-    struct control *private_one;  /* what is seen once the group is left */
+    struct control *private_one;  /* what calls see once the group is left */
     char **stages;                /* per rank */
     pthread_mutex_t lock;         /* one operation at a time */
     _Atomic(const void *) holder; /* names the thread that holds it */
     _Atomic int visitors;         /* calls that use the memory without the lock */
     _Atomic bool has_leaver;      /* leave_begin() was called */
     _Atomic bool leaving;         /* nothing new begins */
-    _Atomic bool departs_late;    /* the leaver was in the middle of a call, at whose end the rank departs */
+    _Atomic bool departs_late;    /* the leaver was in the middle of a call; the rank departs when that ends */
     _Atomic bool left;            /* departed: shared memory is not touched any more */
-    bool done_by_all;             /* all ranks are known to have departed; only used with the interpreter lock held */
+    bool done_by_all;             /* all ranks are known to have departed; used with the interpreter lock held */
 };
 
 /* --- blocks ------------------------------------------------------------------------------------------------------- */
@@ -70,9 +71,9 @@ struct blocks *blocks_make(int rank, int world, char *const *controls, char *con
     return b;
 }
 
-/* --- leaving late ------------------------------------------------------------------------------------------------- */
+/* --- departing ---------------------------------------------------------------------------------------------------- */
 
-/* What the private block says of why operations are refused. */
+/* Makes the private block say why operations are refused. */
 static void copy_cause(struct blocks *b) {
     const struct control *me = b->shared[b->rank];
     atomic_store(&b->private_one->abort, atomic_load(&me->abort));
@@ -87,9 +88,9 @@ static void depart(struct blocks *b) {
     atomic_store(&b->left, true);
 }
 
-/* At the end of a call, with no lock held: does what leave_end() left to it. */
-static void leave_late(struct blocks *b) {
-    /* Two calls that end at once may each find the other: whoever had the lock looks again. */
+/* At the end of a call, with no lock held: departs, if leave_end() left that to the last call. */
+static void depart_late(struct blocks *b) {
+    /* Two calls that end at once may each find the other; the one that had the lock looks again. */
     while (atomic_load(&b->departs_late) && !atomic_load(&b->left) && atomic_load(&b->visitors) == 0) {
         if (pthread_mutex_trylock(&b->lock) != 0) return; /* an operation runs: its end comes here */
         if (atomic_load(&b->visitors) == 0) depart(b);
@@ -97,13 +98,13 @@ static void leave_late(struct blocks *b) {
     }
 }
 
-static void leave_if_late(struct blocks *b) {
-    if (atomic_load_explicit(&b->departs_late, memory_order_relaxed)) leave_late(b);
+static void depart_if_late(struct blocks *b) {
+    if (atomic_load_explicit(&b->departs_late, memory_order_relaxed)) depart_late(b);
 }
 
 /* --- visits ------------------------------------------------------------------------------------------------------- */
 
-static THREAD_LOCAL struct visit *visits; /* that are counted, of this thread, the innermost first */
+static THREAD_LOCAL struct visit *visits; /* this thread's counted visits, the innermost first */
 static THREAD_LOCAL char this_thread;     /* its address names the thread */
 
 /* The one place that makes visits. */
@@ -131,7 +132,7 @@ void visit_end(struct visit *v) {
     struct blocks *b = v->group->blocks;
     visits = v->outer;
     atomic_fetch_sub(&b->visitors, 1);
-    leave_if_late(b);
+    depart_if_late(b);
 }
 
 static bool is_inside(const struct blocks *b) {
@@ -151,7 +152,7 @@ void visit_unlock(struct visit *v) {
     struct blocks *b = v->group->blocks;
     atomic_store_explicit(&b->holder, NULL, memory_order_relaxed);
     pthread_mutex_unlock(&b->lock);
-    leave_if_late(b);
+    depart_if_late(b);
 }
 
 static bool try_lock(void *lock) { return pthread_mutex_trylock(lock) == 0; }
@@ -184,7 +185,7 @@ void leave_end(struct visit *v) {
     sync_wake_own(v);
     int own = 0;
     for (struct visit *one = visits; one; one = one->outer) own += one->group == v->group;
-    while (atomic_load(&b->visitors) > own) usleep(50); /* they notice that they were aborted */
+    while (atomic_load(&b->visitors) > own) usleep(50); /* these calls notice that they were aborted */
     if (own == 0 && !is_inside(b)) {
         caller_lock(&b->lock); /* once the operation that runs has ended; new ones are refused */
         depart(b);
@@ -192,17 +193,17 @@ void leave_end(struct visit *v) {
         return;
     }
     atomic_store(&b->departs_late, true);
-    leave_late(b);
+    depart_late(b);
 }
 
 bool leave_is_done(const struct group *g) { return atomic_load(&g->blocks->left); }
 
 bool leave_is_done_by_all(struct group *g) {
     struct blocks *b = g->blocks;
-    leave_late(b); /* two calls that ended at once may have left it to each other */
+    depart_late(b); /* two calls that ended at once may have left it to each other */
     if (!atomic_load(&b->left)) return false;
     for (int r = 0; r < b->world && !b->done_by_all; r++) {
-        _Atomic uint8_t *departed = &b->shared[b->rank]->departed[r]; /* of its own block, which only this gives back */
+        _Atomic uint8_t *departed = &b->shared[b->rank]->departed[r]; /* its own block stays until this is true */
         if (!life_has_ended(g->life[r]) && !atomic_load_explicit(departed, memory_order_acquire)) return false;
     }
     b->done_by_all = true;

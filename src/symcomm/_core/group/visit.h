@@ -1,8 +1,8 @@
-/* The right to touch what ranks share.
+/* A visit is the right to touch the memory that ranks share.
  *
- * Peers give their part of a group back once this rank has departed, and it becomes something else. So whoever touches
- * a control block or a staging area has a visit, and departing waits for all visits: the addresses are known to
- * group/visit.c alone, and a function that needs them takes the visit as an argument. */
+ * Once this rank has departed, peers give their part of the group back and use it for something else. So code that
+ * touches a control block or a staging area has a visit, and departing waits for all visits. Only group/visit.c knows
+ * the addresses; a function that needs them takes the visit as an argument. */
 #pragma once
 
 #include <stdbool.h>
@@ -11,7 +11,7 @@
 
 struct group;
 
-/* One call's. Visits nest: a signal handler or a finalizer may make a call of its own. */
+/* The visit of one call. Visits nest: a signal handler or a finalizer may make a call of its own. */
 struct visit {
     struct group *group;
     struct control *const *blocks; /* per rank; after the group was left: for every rank the same private one */
@@ -23,23 +23,23 @@ struct visit {
 static inline struct control *block_of(const struct visit *v, int rank) { return v->blocks[rank]; }
 static inline char *stage_of(const struct visit *v, int rank) { return v->stages[rank]; }
 
-/* False: the group is being left, and nothing may begin. The visit then sees a private block, which says so of every
- * rank and refuses every operation; what is done to that reaches nobody. */
+/* False: the group is being left, and nothing may begin. The visit then sees a private block, which says for every rank
+ * that it has left and refuses every operation. What is done to it reaches nobody. */
 bool visit_begin(struct visit *v, struct group *g);
 void visit_end(struct visit *v);
 
 /* The visit of the one operation that may run at a time. False: this thread is in another one. */
 bool visit_lock(struct visit *v, struct group *g);
 void visit_unlock(struct visit *v);
-/* Returns once the operation that another thread is in has ended, which needs no peer for that since the group has
- * failed; after LONG_ENOUGH_NS at most. */
+/* Returns once the operation of another thread has ended, after LONG_ENOUGH_NS at most. The group has failed, so that
+ * operation needs no peer to end. */
 void visit_await_operation(const struct visit *v);
 /* Whether some thread is in an operation. */
 bool visit_is_locked(const struct group *g);
 
 /* Leaving: nothing begins from here on, and operations of this rank end. The leaver's visit lasts until leave_end(),
- * which ends this process's waits, returns when other threads' calls have ended, and departs; or it has the last call
- * of this very thread do so when that ends. False: somebody leaves the group already, or has. */
+ * which ends this process's waits, waits for other threads' calls, and departs. If this very thread is in a call, that
+ * call departs when it ends. False: somebody is leaving the group, or has left it. */
 bool leave_begin(struct visit *v, struct group *g);
 void leave_end(struct visit *v);
 /* Whether this rank has departed. */
@@ -48,8 +48,8 @@ bool leave_is_done(const struct group *g);
  * used for other things. */
 bool leave_is_done_by_all(struct group *g);
 
-/* In a forked child, which is not the rank: the group counts as left there, also in calls that it is in. Threads did
- * not come along, and the lock may be held by one of them. */
+/* In a forked child, which is not the rank: the group counts as left there, also in calls under way. Threads did not
+ * come along, and one of them may hold the lock. */
 void leave_as_child(struct group *g);
 
 /* controls, stages: an address per rank. NULL: no memory. */

@@ -31,7 +31,7 @@ struct heap {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct heap *_Atomic current;
-static struct heap *inherited; /* those of the processes that this one was forked from; changed by forks alone */
+static struct heap *inherited; /* heaps of the processes that this one was forked from; only forks change it */
 static _Atomic uint32_t swept;
 static _Atomic bool restless; /* there are pages to give back some time */
 
@@ -64,7 +64,7 @@ static int64_t recent_peak(struct heap *h, uint32_t now) {
     return h->most[0] > h->most[1] ? h->most[0] : h->most[1];
 }
 
-/* Of a range that is nobody's: the lock is released while the kernel works. */
+/* The range is nobody's, and the lock is released while the kernel works. */
 static void give_pages_back(struct heap *h, uint32_t range) {
     int64_t bytes = bytes_of(h, range);
     h->stats.idle -= bytes;
@@ -75,7 +75,7 @@ static void give_pages_back(struct heap *h, uint32_t range) {
     page_ranges_give(&h->ranges, range, gone ? CLEAN : KEPT, now_ms());
 }
 
-/* What a stopped peer may still write to is lost for good. */
+/* Memory that a stopped peer may still write to is lost for good. */
 static void take_back(struct heap *h, uint32_t range, uint32_t now) {
     int64_t bytes = bytes_of(h, range);
     if (is_isolated(address_of(h, range), bytes)) {
@@ -190,14 +190,6 @@ void heap_tick(void) {
     pthread_mutex_unlock(&lock);
 }
 
-void heap_trim(void) {
-    struct heap *h = current;
-    if (h == NULL) return;
-    pthread_mutex_lock(&lock);
-    for (uint32_t range; (range = page_ranges_take_largest(&h->ranges));) give_pages_back(h, range);
-    pthread_mutex_unlock(&lock);
-}
-
 struct heap_stats heap_stats(void) {
     struct heap *h = current;
     pthread_mutex_lock(&lock);
@@ -216,7 +208,7 @@ static void after_fork_in_parent(void) {
     pthread_mutex_unlock(&lock);
 }
 
-/* It reads what is there, and what it writes is its own. Where that cannot be had, it may not write. */
+/* The child reads what is there, and what it writes is its own. If that is impossible, it may not write. */
 static void make_private(struct heap *h) {
     for (char *at = h->base, *end = h->base + h->bytes, *next; at < end; at = next) {
         next = end;

@@ -2,8 +2,8 @@
  *
  * It hands out whole pages of one range of the arena. What it guarantees, beside being malloc:
  *   - A range whose pages isolate() replaced is never handed out again.
- *   - It holds no more memory than the program itself held in the last second or two: freed pages are kept for the next
- *     tensor, which spares that one page faults, and go back to the kernel after that.
+ *   - It holds no more memory than the program itself held in the last second or two. It keeps freed pages that long
+ * for the next tensor, which spares it page faults, and then gives them back to the kernel.
  *   - A forked child keeps what it was forked with: its own writes are its own, and what the parent frees is not reused
  *     while the child lives. The child's new tensors are ordinary ones, until it opens a heap in an arena of its own.
  *
@@ -26,8 +26,6 @@ void *heap_allocate(size_t bytes);
 /* Whether it lies in the heap, or in one that this process was forked with. */
 bool heap_owns(const void *at);
 void heap_free(void *at);
-/* Lets idle pages go whose time has come. Cheap enough to be called at every allocation of any kind. */
+/* Gives back idle pages whose time has come. Cheap enough to be called at every allocation of any kind. */
 void heap_tick(void);
-/* Gives all idle pages back to the kernel. */
-void heap_trim(void);
 struct heap_stats heap_stats(void);

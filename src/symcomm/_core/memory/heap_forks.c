@@ -28,7 +28,7 @@ void heap_forks_in_parent(void) {
     numbers[living++] = count;
 }
 
-/* Its end stays open for as long as it lives. */
+/* The child keeps its end open for as long as it lives. */
 void heap_forks_in_child(void) {
     for (int i = 0; i < living; i++) close(children[i].fd);
     if (ends[0] >= 0) close(ends[0]);

@@ -1,7 +1,7 @@
 /* Which forked children still live. Forks are numbered from 1. Memory that was in use at a fork is the child's, too.
  *
- * A child holds one end of a pipe, by which the kernel says that it has ended or become another program, and that those
- * that it forked have. All functions are called with the heap's lock held. */
+ * A child holds one end of a pipe. By that the kernel says when the child, and all that it forked, have ended or become
+ * another program. All functions are called with the heap's lock held. */
 #pragma once
 
 #include <stdint.h>

@@ -36,7 +36,7 @@ static bool status_says_dumping(uint32_t tid) {
 #define LOOK_NS 20000000 /* of all ranks together, at one owner: a read takes about 20 us, and 100 ms are promised */
 
 /* A process that dumps core never runs again, but the kernel marks its word only after the dump, which takes seconds.
- * Whoever finds out first sets the mark for everybody. */
+ * The first rank that finds out sets the mark for all. */
 bool life_dumps_core(_Atomic uint32_t *word) {
     struct life *life = life_of(word);
     uint32_t seen = atomic_load_explicit(word, memory_order_acquire);

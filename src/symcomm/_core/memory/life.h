@@ -1,5 +1,5 @@
-/* What lies at a fixed place of every arena: the word by which the kernel itself tells the others that a rank died, and
- * what the rank says about the cores that it uses. */
+/* At a fixed place of every arena: the word by which the kernel itself tells the others that a rank died, and what the
+ * rank says about the cores that it uses. */
 #pragma once
 
 #include <linux/futex.h>
@@ -10,13 +10,13 @@
 
 #define MOST_CORES 1024
 
-/* What a rank tells the others of its host about the cores it uses, and how its long waits ended. It writes this. */
+/* Written by a rank for the others of its host: which cores it uses, and how its long waits ended. */
 struct cpu_usage {
     _Atomic uint64_t cores[MOST_CORES / 64]; /* that the thread which waits for peers may run on */
     _Atomic uint64_t quota_of;               /* the control group whose quota is the tightest, by its inode */
     /* Thousandths of a core that its processes may use together; 0: no limit. */
     _Atomic uint64_t quota;
-    _Atomic uint32_t joined, left;           /* groups, ever: who has left all that it was in needs no core */
+    _Atomic uint32_t joined, left;           /* groups, ever: a rank that has left all its groups needs no core */
     _Alignas(64) _Atomic int32_t core;       /* where it was when it last waited for long, plus one; 0: not known */
     _Atomic uint64_t looked, yielded, slept; /* see struct wait_counts */
 };

@@ -1,4 +1,4 @@
-/* Memory that ranks share: mappings, their pages, and where those come from. */
+/* Memory that ranks share: mappings, their pages, and the NUMA nodes of those. */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>

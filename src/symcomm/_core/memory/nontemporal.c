@@ -17,13 +17,13 @@
 #define PAGES 4        /* copied side by side */
 #define RUN (4 * LINE) /* of each in turn */
 #define USUAL_CACHE ((long)32 << 20)
-/* A virtual machine is told of its host's whole cache, and has a part of it. */
+/* A virtual machine sees its host's whole cache, but has only a part of it. */
 #define MOST_CACHE ((long)96 << 20)
 
 typedef void copy_function(char *dst, const char *src, size_t lines);
 
-static copy_function *copy_lines;     /* with the widest stores; NULL: there are none that pay */
-static uint64_t nt_from = UINT64_MAX; /* from so many bytes on */
+static copy_function *copy_lines;     /* with the widest stores; NULL: no such stores pay here */
+static uint64_t nt_from = UINT64_MAX; /* bytes from which on they pay */
 
 static uint64_t last_cache(void) {
     long bytes = 0;

@@ -61,7 +61,7 @@ static uint32_t find_range(const struct page_ranges *r, int k, uint32_t pages) {
     return b + 1 < BINS ? first_filled(r, k, b + 1) : 0;
 }
 
-/* The last page says so, too: whoever is freed behind it looks there. */
+/* The last page says so, too: when the range behind it is freed, that looks there. */
 static void mark_used(struct page_ranges *r, uint32_t first, uint32_t pages, uint32_t stamp) {
     r->page[first + pages - 1].state = USED;
     r->page[first] = (struct page){.pages = pages, .stamp = stamp, .state = USED};

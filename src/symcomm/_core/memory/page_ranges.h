@@ -1,4 +1,4 @@
-/* Which pages of a stretch of memory are in use: plain bookkeeping, no page is touched and no lock is taken here.
+/* Which pages of a stretch of memory are in use: plain bookkeeping, which touches no page and takes no lock.
  *
  * Free ranges are *kept* (their pages hold memory) or *clean* (they have been given back). Neighbours of one kind
  * merge. The first and the last page of a free range know its length, so merging costs the same however many there are.
@@ -31,7 +31,7 @@ bool page_ranges_open(struct page_ranges *r, uint32_t count);
 uint32_t page_ranges_take(struct page_ranges *r, enum page_state kind, uint32_t pages, uint32_t stamp);
 /* Gives back a range in use. */
 void page_ranges_give(struct page_ranges *r, uint32_t first, enum page_state kind, uint32_t stamp);
-/* Takes kept ranges, whole, for whoever gives their pages back: the largest, or (linked by `next`) all that were freed
+/* Takes whole kept ranges, whose pages the caller gives back: the largest, or (linked by `next`) all that were freed
  * before `stamp`. 0: there is none. */
 uint32_t page_ranges_take_largest(struct page_ranges *r);
 uint32_t page_ranges_take_stale(struct page_ranges *r, uint32_t stamp);

@@ -1,4 +1,4 @@
-/* What functions that Python calls are given. */
+/* Arguments of functions that Python calls. */
 #pragma once
 
 #include "group/group.h"
@@ -15,10 +15,10 @@ struct group_object {
 };
 extern PyTypeObject *group_type;
 
-/* Of a method's self. */
+/* The group of a method's self. */
 static inline struct group *group_of(PyObject *self) { return ((struct group_object *)self)->group; }
 
-/* NULL with an exception set: it is something else. */
+/* The group of any object; NULL with an exception set if it is something else. */
 struct group *to_group(PyObject *object);
 /* The same for PyArg_ParseTuple()'s O&, into a struct group *. */
 int convert_group(PyObject *object, void *group);

@@ -19,7 +19,7 @@ static PyObject *call_site_callable; /* the number of the site that calls us; wi
 static uint32_t find_site(struct caller *c) {
     gil_take_back(c);
     PyObject *callable = Py_XNewRef(call_site_callable);
-    /* What it raises comes from a signal handler, and is for our caller. */
+    /* If it raises, a signal handler did, and our caller passes that on. */
     PyObject *site = callable ? PyObject_CallNoArgs(callable) : NULL;
     uint32_t number = site ? (uint32_t)PyLong_AsUnsignedLong(site) : 0;
     Py_XDECREF(site);
@@ -59,9 +59,7 @@ static PyObject *use_long_wait_callback(PyObject *Py_UNUSED(self), PyObject *arg
 }
 
 static PyObject *use_call_site_callback(PyObject *Py_UNUSED(self), PyObject *callable) {
-    PyObject *before = call_site_callable;
-    call_site_callable = Py_NewRef(callable);
-    Py_XDECREF(before);
+    replace_kept(&call_site_callable, callable);
     Py_RETURN_NONE;
 }
 

@@ -1,4 +1,4 @@
-/* Giving up the interpreter lock around what may wait, and asking Python something meanwhile. */
+/* Gives up the interpreter lock around calls that may wait, and takes it back meanwhile to ask Python something. */
 #pragma once
 
 #include "module/module.h"

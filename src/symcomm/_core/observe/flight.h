@@ -7,7 +7,7 @@
 
 #include "os/clock.h"
 
-/* How the bytes went, and in the bits above that how the call was carried out. */
+/* How the bytes travelled; the bits above say how the call was carried out. */
 enum flight_path {
     FLIGHT_STAGED,
     FLIGHT_DIRECT,
@@ -47,7 +47,7 @@ struct flight {
     struct flight_entry entries[];
 };
 
-/* What is known of an operation when it begins; see struct flight_entry. */
+/* The facts of an operation that are known when it begins; see struct flight_entry. */
 struct flight_facts {
     uint64_t seq, signature, count, created;
     uint32_t site, group;
@@ -89,19 +89,19 @@ static inline struct flight_entry *flight_begin(struct flight *f, const struct f
     return e;
 }
 
-/* How the bytes go, once that is known. Only the thread that runs the operation says so. */
+/* Adds how the bytes travel, once that is known. Only the thread that runs the operation calls this. */
 static inline void flight_add_path(struct flight_entry *e, int path) {
     if (e == NULL) return;
     int before = atomic_load_explicit(&e->path, memory_order_relaxed);
     atomic_store_explicit(&e->path, (uint8_t)(before | path), memory_order_relaxed);
 }
 
-/* The same, unless its place is another's now. */
+/* The same, unless another operation has its place now. */
 static inline void flight_add_path_of(struct flight_entry *e, uint64_t number, int path) {
     if (e && atomic_load_explicit(&e->number, memory_order_relaxed) == number) flight_add_path(e, path);
 }
 
-/* The operation has ended; unless so many others were recorded since that its place is another's now. */
+/* Notes that the operation has ended, unless so many were recorded since that another one has its place now. */
 static inline void flight_end(struct flight_entry *e, uint64_t number, int status) {
     if (e == NULL || atomic_load_explicit(&e->number, memory_order_relaxed) != number) return;
     atomic_store_explicit(&e->status, (uint8_t)status, memory_order_relaxed);

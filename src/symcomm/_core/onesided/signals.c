@@ -1,9 +1,9 @@
 /* Signal pads: words of symmetric memory by which ranks tell each other "done".
  *
  * A signal is a word that goes from 0 to 1 (put) and back (wait). Word `world * channel + source` of the destination's
- * pad belongs to one pair of ranks on one channel, so nobody else touches it. A put waits until the signal before it
- * was taken. Behind the words, at `pad_bytes`, lies one more that counts who sleeps on this pad: a put need not enter
- * the kernel when nobody does. Words that somebody writes by other means are seen within a slice.
+ * pad belongs to one pair of ranks on one channel, so nobody else touches it. A put waits until the previous signal was
+ * taken. Behind the words, at `pad_bytes`, one more counts the threads that sleep on this pad: if there are none, a put
+ * need not enter the kernel. Words that are written by other means are seen within a slice.
  *
  * Windows (onesided/window.c) count: a signal adds one to the word, at once, and a wait takes one away. */
 #include "onesided/signals.h"
@@ -63,7 +63,7 @@ static const struct signal *signal_of(const struct wait *w) { return ((const str
 
 static bool is_over(struct wait *w) { return flip(signal_of(w)); }
 
-/* Never a value that would end the wait: another thread may flip the word back before this one sleeps. */
+/* Never returns a value that would end the wait: another thread may flip the word back before this one sleeps. */
 static uint32_t publish(struct wait *w) {
     const struct signal *s = signal_of(w);
     uint32_t word = atomic_load_explicit(s->word, memory_order_relaxed);
@@ -75,7 +75,7 @@ static int find_gone(struct wait *w, int *culprit) {
     return w->missing == w->visit->group->rank ? STATUS_OK : sync_gone(w->visit, w->missing);
 }
 
-/* Callers say what failed, and to whom. */
+/* Callers say what failed, and with which peer. */
 static int give_up(struct wait *w, int status, int culprit) {
     (void)w, (void)culprit;
     return status;
@@ -99,7 +99,7 @@ static int await_flip(const struct visit *v, const struct signal *s, int peer, i
     bool done = false;
     for (int i = 0, looks = spins_now(v->group); i < looks && !(done = flip(s)); i++) cpu_relax();
     if (!done) status = wait_loop(&w.wait);
-    if (status == STATUS_OK && !s->counted) wake(s); /* whoever adds to a count does not wait for it to fall */
+    if (status == STATUS_OK && !s->counted) wake(s); /* nobody waits for a count to fall */
     return status;
 }
 
@@ -221,7 +221,7 @@ static PyObject *signal_barrier(PyObject *Py_UNUSED(self), PyObject *args) {
     return Py_BuildValue("ii", status, culprit);
 }
 
-/* All that was written before is visible to whoever sees the new words. */
+/* A rank that sees the new words sees all earlier writes. */
 static PyObject *write_words(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     unsigned int value;

@@ -8,9 +8,9 @@ struct counter {
     _Atomic uint32_t *sleepers; /* who sleeps on words of this rank */
 };
 
-/* Never waits. All that this thread wrote before is visible to whoever takes the signal. */
+/* Never waits. The rank that takes the signal sees all earlier writes of this thread. */
 void counter_add(const struct counter *c);
 
-/* Take one of `peer`'s signals. Without a timeout it looks for some microseconds, with a negative one it looks once,
- * and gives the interpreter lock up in neither case: STATUS_TIMEOUT means that there is none. */
+/* Takes one of `peer`'s signals. Without a timeout it looks for some microseconds, with a negative one only once; in
+ * neither case does it give up the interpreter lock. STATUS_TIMEOUT: there is no signal. */
 int counter_take(const struct visit *v, const struct counter *c, int peer, int64_t timeout);

@@ -1,7 +1,7 @@
 /* One-sided windows: a piece of every rank's memory that the others write to, and a count of signals for each pair.
  *
  * A put is one copy into the peer's memory. A signal after it has release order, the wait that takes it acquire order,
- * so whoever took a signal sees all that its sender put before. */
+ * so a rank that took a signal sees all that its sender put before. */
 #include "group/group.h"
 #include "module/arguments.h"
 #include "module/gil.h"
@@ -11,7 +11,7 @@
 #include "sync/fail.h"
 #include "torch/tensor.h"
 
-#define LONG_COPY (64 << 10) /* bytes; shorter copies take less than twenty times what releasing the lock does */
+#define LONG_COPY (64 << 10) /* bytes; a shorter copy takes less than 20 times as long as releasing the lock */
 
 struct segment { /* of one rank */
     char *address;
@@ -22,7 +22,7 @@ struct segment { /* of one rank */
 
 struct window {
     struct group *group;
-    PyObject *tensor; /* a function that returns this rank's, or None once it is gone */
+    PyObject *tensor; /* a function that returns this rank's tensor, or None once that is gone */
     int64_t words_bytes;
     struct segment segments[];
 };
@@ -86,14 +86,14 @@ static struct counter counter_of(const struct window *w, int owner, int sender) 
     };
 }
 
-/* The group was aborted, or the peer is gone: why nothing can be given to it. */
+/* Why nothing can be given to a peer: the group was aborted, or the peer is gone. */
 static int unreachable(const struct visit *v, int peer) {
     int status = sync_aborted(v);
     return status || peer == v->group->rank ? status : sync_marked_gone(v, peer);
 }
 
-/* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more: a thread
- * that was stopped may go on much later. What it wrote is lost then, as it learns by looking once more. */
+/* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more. A thread
+ * that was stopped here may go on much later; its write is then lost, which it learns by looking once more. */
 static int write_segment(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
     struct visit visit;
     if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
@@ -150,7 +150,7 @@ static PyObject *window_put(PyObject *Py_UNUSED(self), PyObject *const *args, Py
     return PyLong_FromLong(status);
 }
 
-/* window_write(window, peer, offset, address, nbytes) -> status: bytes that Python has looked at. */
+/* window_write(window, peer, offset, address, nbytes) -> status: for bytes that Python has checked. */
 static PyObject *window_write(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *capsule;
     int peer, status;

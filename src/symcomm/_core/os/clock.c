@@ -1,4 +1,4 @@
-/* The rate of the tick counter is what both clocks did since the module was loaded. */
+/* The rate of the tick counter follows from how far both clocks have come since the module was loaded. */
 #include "os/clock.h"
 
 static uint64_t first_ticks;

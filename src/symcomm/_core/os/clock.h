@@ -10,7 +10,7 @@ static inline int64_t symcomm_now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Comparable between processes of one host, where the processor has a counter that all cores share. */
+/* Processes of one host can compare these, if all cores of the processor share the counter. */
 static inline uint64_t symcomm_ticks(void) {
 #if defined(__x86_64__)
     return __builtin_ia32_rdtsc();
@@ -23,8 +23,8 @@ static inline uint64_t symcomm_ticks(void) {
 #endif
 }
 
-/* Remembers where both clocks stand; called once, before the other two. */
+/* Notes both clocks; called once, before the other two functions. */
 void symcomm_start_clock(void);
-/* On CLOCK_MONOTONIC. */
+/* The time on CLOCK_MONOTONIC. */
 int64_t symcomm_ticks_to_ns(uint64_t ticks);
 double symcomm_seconds_since(uint64_t ticks);

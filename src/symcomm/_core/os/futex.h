@@ -4,8 +4,8 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-/* Sleeps while the word is `seen`, for so long at most. Below 0, with errno: it was not (EAGAIN), the time is up, a
- * signal came (EINTR). */
+/* Sleeps while the word is `seen`, for `ns` at most. Below 0, with errno: the word was not `seen` (EAGAIN), the time is
+ * up, or a signal came (EINTR). */
 long futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns);
 void futex_wake(_Atomic uint32_t *word, int n);
 

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <unistd.h>
 
-/* What fits into `text`. False: there is no such file, or nothing in it. */
+/* Reads as much as fits into `text`. False: there is no such file, or nothing in it. */
 static inline bool read_text(const char *path, char *text, size_t size) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return false;

@@ -31,7 +31,7 @@ int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *
 
 int thread_id(void) { return (int)syscall(SYS_gettid); }
 
-/* Whether /proc belongs to a pid namespace around this process's own: it then lists a pid in each of them. */
+/* Whether /proc belongs to a pid namespace around this process's own: it then lists one pid for each namespace. */
 static bool proc_is_further_out(void) {
     char text[8192];
     const char *numbers = read_text("/proc/self/status", text, sizeof text) ? strstr(text, "\nNSpid:\t") : NULL;
@@ -54,7 +54,7 @@ uint64_t thread_namespace(void) {
     return ours ? facts.st_ino : 0;
 }
 
-/* I: waits until others of its process have dumped core. */
+/* State I: the thread waits until others of its process have dumped core. */
 bool thread_is_stopped(int id) {
     char path[32], text[512];
     if (syscall(SYS_tkill, id, 0) < 0 && errno == ESRCH) return true;

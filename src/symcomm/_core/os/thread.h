@@ -1,5 +1,4 @@
-/* Threads of the core's own. They run no Python unless they say so, and take no signals: those are the interpreter's.
- */
+/* Threads of the core's own. They run no Python unless they say so, and leave all signals to the interpreter. */
 #pragma once
 
 #include <pthread.h>
@@ -10,7 +9,7 @@
 #define THREAD_STACK ((size_t)1 << 20)        /* of a thread that only runs the core */
 #define THREAD_STACK_PYTHON ((size_t)8 << 20) /* of one that calls back into Python: as much as Python's own have */
 
-/* A thread's own, known to several files of this library, so that a function finds all of them by asking the linker
+/* For thread-local variables that several files of this library use: a function finds all of them by asking the linker
  * once. */
 #define THREAD_LOCAL _Thread_local __attribute__((tls_model("local-dynamic")))
 
@@ -21,6 +20,6 @@ int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *
 int thread_id(void);
 /* The inode of this process's pid namespace; 0 when /proc is not there, or belongs to another one. */
 uint64_t thread_namespace(void);
-/* Whether a thread, of any process, is stopped or gone, and so in no system call. One that is frozen with its control
- * group is not known to be. */
+/* Whether a thread, of any process, is stopped or gone, and so in no system call. A thread that is frozen with its
+ * control group does not count as stopped. */
 bool thread_is_stopped(int id);

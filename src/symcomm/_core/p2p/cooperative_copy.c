@@ -3,14 +3,14 @@
 #include "memory/nontemporal.h"
 #include "os/thread.h"
 
-#define PIECE_BYTES (64 * 1024)     /* a few microseconds: at the end one waits for the other's */
-#define ATTACHED_BYTES (256 * 1024) /* the same of those that take a system call each */
+#define PIECE_BYTES (64 * 1024)     /* a few microseconds: at the end one rank waits for the other's last piece */
+#define ATTACHED_BYTES (256 * 1024) /* the same for pieces that take a system call each */
 #define COUNT_BITS 20               /* of pieces: 64 GiB */
 #define COUNT_MASK (((uint64_t)1 << COUNT_BITS) - 1)
 #define FAILED COUNT_MASK /* instead of a number of pieces */
 #define BACK ((uint64_t)1)
 #define FRONT ((uint64_t)1 << COUNT_BITS)
-#define NUMBER_SHIFT (2 * COUNT_BITS) /* what is left for it tells all messages apart that are on their way at once */
+#define NUMBER_SHIFT (2 * COUNT_BITS) /* the bits above tell apart all messages that are on their way at once */
 
 static uint64_t back_of(uint64_t claims) { return claims & COUNT_MASK; }
 static uint64_t front_of(uint64_t claims) { return claims >> COUNT_BITS & COUNT_MASK; }
@@ -20,7 +20,7 @@ static uint64_t pieces_of(const struct coop_message *t) { return (t->nbytes + pi
 
 bool coop_fits(uint64_t nbytes) { return nbytes >= COOP_BYTES && nbytes / PIECE_BYTES < COUNT_MASK - 1; }
 
-/* Takes one more piece for a side. before: the claims until then. False: none is left, or another message's turn. */
+/* Takes one more piece for a side. before: the claims until then. False: none is left, or another message is next. */
 static bool claim(const struct coop_message *t, uint64_t side, uint64_t *before) {
     uint64_t pieces = pieces_of(t);
     *before = atomic_load_explicit(&t->copy->claims, memory_order_acquire);
@@ -89,7 +89,7 @@ bool coop_push(const struct coop_message *t) {
     struct coop_copy *j = t->copy;
     uint64_t claims = atomic_load_explicit(&j->claims, memory_order_acquire), pieces = pieces_of(t);
     if (!is_of(claims, t->number)) return false;
-    /* Before a piece is claimed: whoever is stopped after that may find the next message's place here. */
+    /* Read before a piece is claimed: a thread that is stopped after that may find the next message's place here. */
     int64_t to = atomic_load_explicit(&j->to, memory_order_relaxed);
     if (t->attached) atomic_store_explicit(&j->pusher, thread_id(), memory_order_relaxed);
     bool any = false;

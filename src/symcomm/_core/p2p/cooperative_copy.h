@@ -2,9 +2,9 @@
  * meet. A rank that does not come, or is slower, leaves more of them to the other. Between symmetric tensors they copy;
  * from an ordinary tensor ("attached") they read and write each other's memory by system call, see exec/cma.h.
  *
- * The sender writes into memory of the receiver's caller, who has it back when its call has ended. So pieces are
- * claimed before they are copied. When the receiver has copied its share all are claimed, and the sender begins no
- * other: all that may be left is the piece it is at. */
+ * The sender writes into memory of the receiver's caller, who gets it back when its call has ended. So pieces are
+ * claimed before they are copied. When the receiver has copied its share, all pieces are claimed and the sender begins
+ * no other; only the piece that it is at may be left. */
 #pragma once
 
 #include <stdatomic.h>
@@ -13,7 +13,7 @@
 
 #include "exec/cma.h"
 
-#define COOP_BYTES (1024 * 1024) /* below, one copies before the other has noticed */
+#define COOP_BYTES (1024 * 1024) /* below, one rank has copied all before the other notices */
 
 struct coop_copy {
     _Alignas(64) _Atomic uint64_t claims; /* the message's number, and the pieces claimed by each */
@@ -26,7 +26,7 @@ struct coop_copy {
 /* A message as one of the two ranks sees it. */
 struct coop_message {
     struct coop_copy *copy;
-    uint64_t number; /* among those of a channel that are not sent through its ring */
+    uint64_t number; /* among the messages of a channel that do not go through its ring */
     uint64_t nbytes;
     char *mine;   /* this rank's tensor */
     char *theirs; /* the receiver's view: the sender's tensor, there if attached; the sender's: the receiver's arena */
@@ -44,11 +44,12 @@ bool coop_fits(uint64_t nbytes);
 
 /* The receiver's tensor, at `to`, may be written to; if it is attached, with this guard word. */
 void coop_open(const struct coop_message *t, int64_t to, uint64_t guard);
-/* Copies the receiver's share. Whether all of the message has come, the sender is copying the rest, or its memory could
- * not be read, so that the message is lost. */
+/* Copies the receiver's share. Returns whether all of the message has come, the sender is still copying, or its memory
+ * could not be read, so that the message is lost. */
 enum coop_state coop_pull(const struct coop_message *t, bool sender_is_dead);
-/* Of a message that was pulled: whether the sender is still at its share. */
+/* Whether the sender is still copying its share of a message that was pulled. */
 bool coop_is_written(const struct coop_message *t);
 
-/* Copies the sender's share into the receiver's tensor, if the receiver is at this message. Whether there was any. */
+/* Copies the sender's share into the receiver's tensor, if the receiver is at this message. Returns whether there was
+ * any. */
 bool coop_push(const struct coop_message *t);

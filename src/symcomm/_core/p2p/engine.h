@@ -16,7 +16,7 @@ struct incoming {
     bool reading;         /* the header was taken, the bytes not all yet */
     bool void_message;    /* it came to nothing */
     bool coop;            /* the sender may write into the tensor of `into` */
-    bool alone;           /* it stopped while it did; not again: what it has begun may come at any time */
+    bool alone;           /* the sender was stopped while it wrote, and may go on at any time: it may not again */
     uint64_t moved;
     struct op *into;               /* or */
     struct unexpected *unexpected; /* or neither: discard */
@@ -28,7 +28,7 @@ struct outgoing {
     struct op *first, *last; /* sends not yet fully in the ring */
     struct op *unacknowledged;
     uint64_t tickets;
-    uint64_t emptied; /* as it was when we last needed to know: the receiver's line of memory is far away */
+    uint64_t emptied; /* the receiver's, when we last needed to know: its line of memory is far away */
 };
 
 struct p2p {
@@ -51,12 +51,12 @@ struct p2p {
 /* All with the lock of struct p2p held. */
 void p2p_record(struct group *g, struct op *op);
 void p2p_finish(struct op *op, int status);
-/* Moves whatever can be moved; whether anything was. waits: the caller has time to help receivers. */
+/* Moves whatever can be moved; returns whether anything was. waits: the caller has time to help receivers. */
 bool p2p_progress(const struct visit *v, struct p2p *m, bool waits);
-/* Only between op and its peer, which is all that most messages need; of a caller that waits. */
+/* The same between op and its peer only, which is enough for most messages; the caller waits. */
 void p2p_progress_first(const struct visit *v, struct p2p *m, const struct op *op);
-/* The receive that peer's message is read into ends without it. On return the sender writes into its tensor no more,
- * unless a write of it has been in the kernel for LONG_ENOUGH_NS, which takes memory that does not answer. */
+/* Ends the receive that peer's message is read into, without the message. On return the sender no longer writes into
+ * its tensor, unless a write has been in the kernel for LONG_ENOUGH_NS, which takes memory that does not answer. */
 void p2p_revoke_receive(struct p2p *m, int peer);
 /* A receive that finds its message among those set aside. */
 bool p2p_match_unexpected(struct p2p *m, struct op *op);

@@ -15,7 +15,7 @@
 #include "sync/wait.h"
 
 #define SPINS_A_DRIVE 8
-#define DEADLOCK_NS 1000000000 /* until it is worth a word: a thread that is about to send would have done so */
+#define DEADLOCK_NS 1000000000 /* before a deadlock is reported: a thread that is about to send would have done so */
 
 /* --- waiting ---------------------------------------------------------------------------------------------------- */
 
@@ -36,8 +36,8 @@ static bool take_back(struct outgoing *o, uint64_t ticket) {
     return false;
 }
 
-/* The caller gives up on op, which ends in STATUS_OK if the receiver has it already. False when its bytes are half on
- * the way, so that the channel cannot be used further. */
+/* The caller gives up op, which ends in STATUS_OK if the receiver has it already. False: half of its bytes are on their
+ * way, so the channel cannot be used any more. */
 static bool withdraw(struct op *op, int status) {
     struct p2p *m = op->p2p;
     bool clean = true, received = false;
@@ -92,8 +92,8 @@ static int give_up(const struct visit *v, struct op *op, int status, bool withdr
     return status;
 }
 
-/* Whether all whom op waits for have arrived at a collective that this rank has not called, so that they cannot go on
- * without it, and no other thread of this rank runs one or has one queued. */
+/* Whether all ranks that op waits for have arrived at a collective which this rank has not called, and no other thread
+ * of this rank runs one or has one queued: then they cannot go on without this rank. */
 static bool seems_deadlocked(const struct visit *v, const struct op *op) {
     struct group *g = v->group;
     uint64_t next = atomic_load(&g->seq) + 1;
@@ -112,7 +112,7 @@ struct message_wait {
     struct op *op;
     int32_t published;     /* in p2p_awaits */
     bool withdraw_it;      /* if its time is up */
-    int64_t blocked_since; /* when it first seemed deadlocked; 0: it does not; -1: told already */
+    int64_t blocked_since; /* when it first seemed deadlocked; 0: it does not; -1: it was reported */
 };
 
 static struct message_wait *as_message(struct wait *w) { return (struct message_wait *)w; }
@@ -139,7 +139,7 @@ static void retract(struct wait *w, int status) {
         atomic_compare_exchange_strong(&block_of(w->visit, w->visit->group->rank)->p2p_awaits, &mine, 0);
 }
 
-/* It is not known to last: a thread of either rank may end it. */
+/* Reports, but goes on waiting: a thread of either rank may still end the deadlock. */
 static int report_deadlock(struct wait *w) {
     struct message_wait *m = as_message(w);
     void (*tell)(const struct op *) = p2p_deadlock_hook;
@@ -183,7 +183,7 @@ static const struct wait_kind for_message = {
     .what = WAITS_FOR_MESSAGE,
 };
 
-/* Whether something has come for a receive that waits for one peer; others have to be driven to know. */
+/* Whether something has come for a receive from one peer. For other operations only driving them tells. */
 static bool may_move(const struct op *op) {
     int peer = op->peer;
     if (op->is_send || peer == ANY_SOURCE) return true;
@@ -215,7 +215,7 @@ static int wait_for(const struct visit *v, struct op *op, int64_t timeout, bool 
     return status == STATUS_OK ? op->status : status;
 }
 
-/* Its queue has it no more. */
+/* Withdraws op, and drops the reference of its queue. */
 static void end_op(struct op *op, int status) {
     withdraw(op, status);
     p2p_release(op);
@@ -288,7 +288,7 @@ bool p2p_is_short(const struct group *g, uint64_t nbytes) {
     return nbytes <= SHORT_BYTES && atomic_load_explicit(&g->p2p->background, memory_order_relaxed) == 0;
 }
 
-/* Whether something may have to be moved that nobody waits for; also the rest of a message that is only discarded. */
+/* Whether there may be something to move that nobody waits for, even the rest of a message that is discarded. */
 static bool is_needed(const struct p2p *m) {
     for (int r = 0; r < m->group->world; r++)
         if (m->in[r].reading) return true;
@@ -301,8 +301,8 @@ static void sleep_until_needed(struct p2p *m) {
     pthread_mutex_unlock(&m->lock);
 }
 
-/* Moves what can be moved, then sleeps for a slice or until a bell rings. `last`: when there was something to drive.
- * True: that is long ago, and it did not sleep. */
+/* Moves what can be moved, then sleeps for a slice or until a bell rings. `last`: when there last was something to
+ * drive. True: that was long ago, and it did not sleep. */
 static bool drive_in_background(const struct visit *v, struct p2p *m, int64_t *last) {
     struct control *me = block_of(v, v->group->rank);
     uint32_t seen = atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
@@ -320,9 +320,9 @@ static bool drive_in_background(const struct visit *v, struct p2p *m, int64_t *l
     return long_idle;
 }
 
-/* Drives operations that nobody waits for. Some time after the last of them it hears no bells any more: each would cost
- * whoever sends a blocking message a call of the kernel, and wake this thread for nothing. It ends when the group is
- * left. */
+/* Drives operations that nobody waits for. Some time after the last of them it stops listening to bells: each would
+ * cost the sender of a blocking message a call of the kernel, and wake this thread for nothing. It ends when the group
+ * is left. */
 static void *background(void *argument) {
     struct p2p *m = argument;
     struct visit visit;
@@ -382,7 +382,7 @@ void p2p_close(const struct visit *v) {
     if (m == NULL) return;
     end_background(v, m);
     pthread_mutex_lock(&m->lock);
-    for (int r = 0; r < g->world && !m->closed; r++) { /* whoever has them on their way may use its tensors again */
+    for (int r = 0; r < g->world && !m->closed; r++) { /* callers may use the tensors of messages on their way again */
         if (m->out[r].tickets) take_back(&m->out[r], m->out[r].tickets);
         p2p_revoke_receive(m, r);
     }
@@ -395,8 +395,8 @@ void p2p_forked(struct group *g) {
     pthread_mutex_init(&g->p2p->lock, NULL);
     pthread_cond_init(&g->p2p->needed, NULL);
     g->p2p->closed = true, g->p2p->thread_runs = false;
-    g->p2p->guard = 0; /* which is not in the child's memory */
-    g->p2p = NULL;     /* operations that were on their way keep it */
+    g->p2p->guard = 0; /* the child's memory does not have it */
+    g->p2p = NULL;     /* operations on their way keep the struct */
 }
 
 static struct op *refuse(struct op *op, int status) {
@@ -405,7 +405,7 @@ static struct op *refuse(struct op *op, int status) {
     return op;
 }
 
-/* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
+/* False: the thread that would drive op cannot be started. done: there is nothing left to wait for. */
 static bool queue(const struct visit *v, struct p2p *m, struct op *op, bool *done) {
     caller_lock(&m->lock);
     if (m->over) {
@@ -436,7 +436,7 @@ static bool queue(const struct visit *v, struct p2p *m, struct op *op, bool *don
     return true;
 }
 
-/* An operation nobody has begun yet; NULL: no memory. */
+/* An operation that has not begun; NULL: no memory. */
 static struct op *make_op(struct group *g, const struct op *wanted) {
     struct op *op = malloc(sizeof *op);
     if (op == NULL) return NULL;

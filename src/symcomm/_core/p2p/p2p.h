@@ -1,10 +1,10 @@
 /* Tagged messages between two ranks of a group.
  *
  * Every ordered pair of ranks has a channel in the sender's arena: a ring of bytes that the sender fills and the
- * receiver empties. A message is a header and its bytes, streamed as room allows; a symmetric tensor sends only the
- * header, as does a large one that the receiver can read by system call ("attached"), and the receiver copies straight
- * from it, with the sender's help where it is large (see p2p/cooperative_copy.h). A posted operation is a small state
- * machine; whoever waits drives all of them. */
+ * receiver empties. A message is a header and its bytes, streamed as room allows. For a symmetric tensor, or a large
+ * one that the receiver can read by system call ("attached"), only the header is sent; the receiver copies straight
+ * from the tensor, and the sender helps with large ones (see p2p/cooperative_copy.h). A posted operation is a small
+ * state machine; a thread that waits drives all of them. */
 #pragma once
 
 #include "p2p/cooperative_copy.h"
@@ -15,12 +15,12 @@
 
 struct channel {
     _Alignas(64) _Atomic uint64_t filled; /* bytes the sender has put in, ever */
-    /* 1: its messages that were not copied yet, of those outside the ring, are not to be trusted. */
+    /* 1: messages outside the ring that were not copied yet cannot be trusted. */
     _Atomic uint64_t withdrawn;
     _Alignas(64) _Atomic uint64_t emptied; /* bytes the receiver has taken out, ever */
     _Atomic uint64_t attaches;             /* 1: the receiver has found that it can read the sender's memory */
     _Alignas(64) _Atomic uint64_t copied;  /* messages outside the ring that the receiver has copied, ever */
-    struct coop_copy coop;                 /* of the one that it is at */
+    struct coop_copy coop;                 /* of the message that it copies now */
     _Alignas(64) char ring[RING_BYTES];
 };
 
@@ -34,7 +34,7 @@ struct header {
     int64_t dtype;
 };
 
-/* OP_HELD: a posted receive that keeps its place, but that no message may match. */
+/* OP_HELD: a posted receive that keeps its place, but takes no message. */
 enum op_state { OP_POSTED, OP_HELD, OP_MOVING, OP_UNACKNOWLEDGED, OP_DONE };
 
 struct op {
@@ -57,38 +57,38 @@ struct op {
     uint32_t site;   /* of the call, for the flight recorder */
     struct flight_entry *record;
     uint64_t record_number;
-    _Atomic uint32_t *version; /* of a receive: of its tensor, raised when it has come; or NULL */
+    _Atomic uint32_t *version; /* of a receive's tensor: raised when the message has come; or NULL */
 };
 
-/* Called once in a wait of a Python thread when op and whom it waits for seem to wait for each other. NULL: nobody
- * listens. */
+/* Called once in a wait of a Python thread, when op and the ranks that it waits for seem to wait for each other. NULL:
+ * nobody listens. */
 extern void (*_Atomic p2p_deadlock_hook)(const struct op *op);
 
 /* channels: per rank, where its outgoing channels start (world of them). 0, or -1: out of memory. */
 int p2p_open(struct group *g, char *const *channels);
-/* Ends the thread that drives unattended operations, and takes back what nobody has received. */
+/* Ends the thread that drives unattended operations, and takes back messages that nobody has received. */
 void p2p_close(const struct visit *v);
 void p2p_drop(const struct visit *v);
-/* The group has failed, and the caller is about to learn of it: ends all messages of this rank, whoever waits for them,
- * so that nobody reads or writes their tensors any more. Later ones are refused. Nothing if it has not failed. */
+/* Called when the group has failed, before the caller learns of it: ends all messages of this rank, so that nobody
+ * reads or writes their tensors any more. Later ones are refused. Does nothing if the group has not failed. */
 void p2p_let_go(const struct visit *v);
-/* The same for a caller outside of collectives: one may run in another thread, and is waited for. */
+/* The same for a caller outside of collectives: it first waits for a collective in another thread. */
 void p2p_let_all_go(const struct visit *v);
 /* In a forked child: touch the channels no more. */
 void p2p_forked(struct group *g);
 /* NULL with errno set: no memory, or no thread to drive it (EAGAIN). */
 struct op *p2p_post(struct group *g, const struct op *wanted);
-/* Post and wait in one, of an operation that is not left to the background. NULL: no memory. */
+/* Posts and waits in one, for an operation that is not left to the background. NULL: no memory. */
 struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status);
 /* Makes progress until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT withdraws the op. */
 int p2p_wait(struct op *op, int64_t timeout, bool withdraw);
-/* For receives that a message from outside the group may end as well. Hold: no message of the group can match it any
- * more; false: one has, or it is over. Resume: it is posted as before, in its old place. Fill: it is over, by a message
- * that came another way; the flight recorder notes `status`. */
+/* For receives that a message from outside the group may end as well. Hold: no message of the group can match any more;
+ * false: one has, or the receive is over. Resume: it is posted as before, in its old place. Fill: a message that came
+ * another way ends it, and the flight recorder notes `status`. */
 bool p2p_hold(struct op *op);
 void p2p_resume(struct op *op);
 bool p2p_fill(struct op *op, int status); /* false: it is not held */
-/* Whether a message of so many bytes is over in microseconds once the peer takes part, with no others on their way. */
+/* Whether a message of so many bytes takes microseconds once the peer takes part, with no others on their way. */
 bool p2p_is_short(const struct group *g, uint64_t nbytes);
-/* Whoever held on to op has no further use for it. */
+/* Drops a reference to op. */
 void p2p_release(struct op *op);

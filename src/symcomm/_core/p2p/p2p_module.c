@@ -1,4 +1,4 @@
-/* Messages as Python sees them; the classes are in symcomm/group/p2p.py. */
+/* Messages for Python; the classes are in symcomm/group/p2p.py. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -103,8 +103,8 @@ static PyObject *py_fill(PyObject *Py_UNUSED(self), PyObject *args) {
     return PyBool_FromLong(filled);
 }
 
-/* exchange(is_send, peer, tag, tensor): a blocking send or receive of a tensor the core can
- * view. The peer's rank when all went well, an outcome like p2p_wait's when not, None when Python has to look. */
+/* exchange(is_send, peer, tag, tensor): a blocking send or receive of a tensor that the core can view. Returns the
+ * peer's rank if all went well, an outcome like p2p_wait's if not, and None if Python has to look. */
 static PyObject *exchange(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     if (n_args != 4) return PyErr_Format(PyExc_TypeError, "exchange takes 4 arguments");
     struct group *g = group_of(self);
@@ -143,19 +143,17 @@ static void call_deadlock_hook(const struct op *op) {
     PyObject *told =
         PyObject_CallFunction(callable, "OiiL", group, (int)op->is_send, (int)op->peer, (long long)op->tag);
     Py_DECREF(callable);
-    Py_XDECREF(told); /* what it raised is for our caller, who asks for it as for a signal handler's */
+    Py_XDECREF(told); /* our caller looks for an exception of it as for a signal handler's */
     gil_release(c);
 }
 
 static PyObject *use_deadlock_callback(PyObject *Py_UNUSED(self), PyObject *callable) {
-    PyObject *before = deadlock_callable;
-    deadlock_callable = Py_NewRef(callable);
-    Py_XDECREF(before);
+    replace_kept(&deadlock_callable, callable);
     p2p_deadlock_hook = call_deadlock_hook;
     Py_RETURN_NONE;
 }
 
-/* The group has failed. Returns once nobody uses the tensors of this rank's calls any more. */
+/* For a group that has failed: returns once nobody uses the tensors of this rank's calls any more. */
 static PyObject *let_go(PyObject *self, PyObject *Py_UNUSED(none)) {
     struct group *g = group_of(self);
     struct visit v;

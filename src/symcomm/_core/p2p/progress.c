@@ -1,4 +1,4 @@
-/* Moves the bytes of messages: into the rings of this rank, and out of its peers'. */
+/* Moves the bytes of messages, into the rings of this rank and out of its peers'. */
 #include "p2p/engine.h"
 
 #include <stdlib.h>
@@ -79,7 +79,7 @@ static int64_t direct_offset(const struct group *g, const char *buffer, uint64_t
 
 static bool is_attached(const struct header *h) { return h->offset < IN_RING; }
 
-/* The header of a send, which settles how its bytes go. */
+/* The header of a send, which settles how its bytes travel. */
 static struct header header_of(struct group *g, const struct channel *c, struct op *op) {
     struct header h = {op->nbytes, op->tag, direct_offset(g, op->buffer, op->nbytes), op->dtype};
     if (h.offset != IN_RING || !coop_fits(op->nbytes)) return h;
@@ -117,7 +117,7 @@ static bool push(struct p2p *m, struct outgoing *o, struct op *op) {
     return op->moved == op->nbytes;
 }
 
-/* Takes part in copying what peer is at. */
+/* Helps to copy the message that peer is at. */
 static bool help(const struct visit *v, struct p2p *m, int peer) {
     bool helped = false;
     for (struct op *op = m->out[peer].unacknowledged; op; op = op->next) {
@@ -196,7 +196,7 @@ static void deliver(struct op *op, const struct header *h) {
     p2p_release(op);
 }
 
-/* The next large message may come by system call, if that is possible. */
+/* Lets the next large message come by system call, if that is possible. */
 static void offer_to_attach(const struct visit *v, struct channel *c, int peer) {
     if (ATTACHING_PAYS && peer != v->group->rank && cma_can_read(v, peer))
         atomic_store_explicit(&c->attaches, 1, memory_order_relaxed);
@@ -256,7 +256,7 @@ static struct coop_message message_of(struct p2p *m, int peer) {
                                  m->group,          peer,         attached};
 }
 
-/* Whether the sender may help to copy. Where ranks share cores, it would only take the receiver's. */
+/* Whether the sender may help to copy. If ranks share cores, it would only take the receiver's. */
 static bool may_cooperate(struct group *g, struct incoming *i, int peer) {
     if (i->into == NULL || peer == g->rank || !coop_fits(i->header.nbytes)) return false;
     if (atomic_load_explicit(&g->oversubscribed, memory_order_relaxed)) return false;
@@ -303,7 +303,7 @@ static bool is_at_rest(void *context) {
 }
 
 /* Waits until the sender has said that it does not write any more. False: it is stopped or dead, or has not said so for
- * long. A stopped one has copied its piece, or will find that it may not. */
+ * too long. A stopped sender has copied its piece, or will find that it may not. */
 static bool await_writer(struct p2p *m, const struct coop_message *t) {
     struct group *g = m->group;
     if (t->attached) cma_revoke_writes(&t->copy->grant);
@@ -323,12 +323,12 @@ void p2p_revoke_receive(struct p2p *m, int peer) {
     else if (m->group->own_process) isolate(i->into->buffer, (int64_t)t.nbytes);
 }
 
-/* What was read is not what was sent: the sender has its tensor back, or it cannot be read. */
+/* The bytes read are not those sent: the sender has its tensor back, or cannot be read. */
 static void lose_message(const struct visit *v, struct p2p *m, int peer, bool withdrawn) {
     int gone = sync_gone(v, peer), me = v->group->rank;
     p2p_revoke_receive(m, peer);
     if (gone) sync_fail(v, gone, peer);
-    else if (withdrawn) sync_fail_of(v, STATUS_HALF_SENT, me, peer); /* it says the same as soon as it can */
+    else if (withdrawn) sync_fail_of(v, STATUS_HALF_SENT, me, peer); /* the sender says the same as soon as it can */
     else sync_fail(v, STATUS_UNREADABLE, peer);
     m->in[peer].void_message = true;
 }
@@ -370,7 +370,7 @@ static void deliver_unexpected(struct unexpected *p, struct op *op) {
     p2p_free_unexpected(p);
 }
 
-/* The sender took the message back: who waits for it is told, and the channel says nothing more. */
+/* The sender took the message back: its receive ends with that, and the channel says nothing more. */
 static void drop_message(struct incoming *i) {
     if (i->into) {
         p2p_finish(i->into, STATUS_HALF_SENT);

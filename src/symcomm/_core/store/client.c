@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#define KEY_PREFIX '/' /* before every key of a user; what has none is the store's own */
+#define KEY_PREFIX '/' /* before every key of a user; keys without it are the store's own */
 
 /* --- building a frame --------------------------------------------------------------------------------- */
 
@@ -55,7 +55,7 @@ static const char *bytes_of(PyObject *object, Py_ssize_t *size) {
     return bytes;
 }
 
-/* Keys are text; bytes are taken for one if they are UTF-8. */
+/* Keys are text; bytes may be a key if they are UTF-8. */
 static bool frame_put_key(struct frame *frame, PyObject *key) {
     Py_ssize_t size;
     const char *bytes = bytes_of(key, &size);
@@ -72,7 +72,7 @@ static bool frame_put_key(struct frame *frame, PyObject *key) {
     return true;
 }
 
-static PyObject *no_keys; /* what a call without keys passes; not None, which may be a user's mistake */
+static PyObject *no_keys; /* passed by a call without keys; not None, which may be a user's mistake */
 
 /* No keys, one key, or a counted list of keys. */
 static bool frame_put_keys(struct frame *frame, PyObject *keys) {
@@ -120,8 +120,7 @@ static bool frame_put_last(struct frame *frame, PyObject *body) {
 
 enum outcome { DONE, LATE, GONE, SIGNALED, FAILED };
 
-/* The socket blocks, with time-outs of one second (see SOCKET_TIMEOUT_NS): most answers then cost a single system call.
- */
+/* The socket blocks, with time-outs of SOCKET_TIMEOUT_NS, so that most answers cost a single system call. */
 struct reader {
     int fd;
     int64_t deadline_ns;
@@ -162,7 +161,7 @@ static enum outcome wait_precisely(struct reader *reader, short events) {
     }
 }
 
-/* What follows a send or recv that returned -1: DONE to try again. */
+/* Called after a send or recv that returned -1. DONE: try again. */
 static enum outcome after_failure(struct reader *reader) {
     switch (errno) {
     case EAGAIN: return symcomm_now_ns() >= reader->deadline_ns ? LATE : DONE;
@@ -266,8 +265,8 @@ static enum outcome receive_rest(struct reader *reader, size_t size, const uint8
 
 #define TRUSTED ((size_t)1 << 20) /* bytes that are allocated because they were announced */
 
-/* The same (lock released on entry and exit). What a server announces may be a lie: of a large object the first half
- * goes into memory that grows as the bytes come, and only then is there memory for all of it. */
+/* The same (lock released on entry and exit). The server may lie about the size. So the first half of a large object
+ * goes into memory that grows as bytes come, and only then is memory for all of it allocated. */
 static enum outcome receive_object(struct reader *reader, size_t size, PyObject **object) {
     if (size <= TRUSTED) return receive_rest(reader, size, NULL, 0, object);
     uint8_t *start = NULL;
@@ -339,7 +338,7 @@ static enum outcome receive_number(struct reader *reader, size_t width, PyObject
     return *object == NULL ? SIGNALED : DONE;
 }
 
-/* Nothing comes back: a look at the socket tells at least whether the server has left. */
+/* For calls without an answer: a look at the socket tells at least whether the server has left. */
 static enum outcome expect_nothing(struct reader *reader) {
     uint8_t byte;
     ssize_t size = recv(reader->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
@@ -371,7 +370,7 @@ static enum outcome exchange(struct reader *reader, struct iovec parts[2], int s
     }
 }
 
-/* Exceptions of our own, so that what a signal handler raises is never mistaken for them. */
+/* Exceptions of our own, so that a signal handler's exception is never mistaken for one of them. */
 static PyObject *late_error, *gone_error, *broken_error;
 
 /* Sends the frame and returns the answer, or NULL with one of the above set. After any of them, only a one-byte answer

@@ -131,8 +131,8 @@ static size_t scan_bytes(struct server *server, struct conn *conn, const uint8_t
     return size < scan->need ? 0 : scan->need;
 }
 
-/* Goes on looking where it stopped the last time, so a frame that comes in pieces costs no more than one that
- * comes at once. True when the frame is whole: it is then scan.at bytes long and every length in it was checked. */
+/* Continues where it stopped the last time, so a frame that comes in pieces costs no more than one that comes at once.
+ * True: the frame is whole, scan.at bytes long, and every length in it was checked. */
 static bool scan_frame(struct server *server, struct conn *conn, const uint8_t *frame, size_t size) {
     struct scan *scan = &conn->scan;
     if (scan->command == NULL) {
@@ -217,7 +217,8 @@ static struct slice value_of(const struct entry *entry) {
     return entry != NULL && entry->present ? (struct slice){entry->value, entry->value_size} : (struct slice){NULL, 0};
 }
 
-/* Whether there was memory for what was `done` with an entry (NULL: not even for that); refuses the client if not. */
+/* Returns `done`, which says whether there was memory for a change of `entry` (NULL: not even for the entry). If not,
+ * the client is refused. */
 static bool had_room(struct server *server, struct conn *conn, struct entry *entry, bool done) {
     if (done) return true;
     if (entry != NULL) table_release(&server->table, entry);
@@ -243,7 +244,7 @@ static void do_ping(struct server *server, struct conn *conn, const uint8_t *fie
     conn_send(server, conn, fields, 4);
 }
 
-/* What a side signs: who it is, and both nonces, so that no answer can be replayed or reflected. */
+/* Signs who the side is, and both nonces, so that no answer can be replayed or reflected. */
 static void sign(const struct server *server, const char *role, const struct challenge *challenge,
                  uint8_t digest[SHA256_SIZE]) {
     uint8_t message[64 + sizeof *challenge];
@@ -293,7 +294,7 @@ static void key_came(struct server *server, struct conn *conn) {
     conn_flush(server, conn);
 }
 
-/* A value was stored: everybody who waits for the key goes on. */
+/* A value was stored: all clients that wait for the key go on. */
 static void wake_all(struct server *server, struct entry *entry) {
     for (struct waiter *waiter; (waiter = entry->oldest) != NULL;) {
         struct conn *conn = waiter->conn;
@@ -320,8 +321,8 @@ static void leave_barrier(struct server *server, struct entry *entry) {
         entry_set_number(&server->table, entry, count - 1);
 }
 
-/* Ends this client's waits, or only the promises it has been woken for. A promise that was not used goes on to the
- * next in line: an item never lies in a queue while somebody waits for it. */
+/* Ends this client's waits, or only the promises that it was woken for. A promise that was not used goes to the next in
+ * line: an item never lies in a queue while a client waits for it. */
 static void end_waits(struct server *server, struct conn *conn, bool only_granted) {
     for (struct waiter *waiter = conn->waits, *older; waiter != NULL; waiter = older) {
         older = waiter->older;
@@ -337,7 +338,7 @@ static void end_waits(struct server *server, struct conn *conn, bool only_grante
     if (!only_granted) conn->awaited = 0;
 }
 
-/* A client that does anything but take the item it was woken for does not want it. */
+/* A client that was woken for an item and does anything but take it does not want it. */
 static void settle_grants(struct server *server, struct conn *conn) { end_waits(server, conn, true); }
 
 void protocol_forget(struct server *server, struct conn *conn) { end_waits(server, conn, false); }
@@ -527,7 +528,7 @@ static void do_pop(struct server *server, struct conn *conn, const uint8_t *fiel
         item_free(&server->table, item);
         table_release(&server->table, entry);
     }
-    settle_grants(server, conn); /* only now: the promise was for this item */
+    settle_grants(server, conn); /* after the pop: the promise was for this item */
 }
 
 static void do_queue_len(struct server *server, struct conn *conn, const uint8_t *fields) {

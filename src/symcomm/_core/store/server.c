@@ -1,4 +1,4 @@
-/* The server's loop. One round: wait for events, read what came, answer it at once, then close who has to go. */
+/* The server's loop. One round: wait for events, read what came, answer at once, then close the doomed connections. */
 #include "store/server.h"
 
 #include <arpa/inet.h>
@@ -26,7 +26,7 @@
 #define DIRECT_VALUE (32 << 10) /* larger values go to the socket without a copy */
 #define ACCEPT_BATCH 256
 #define ACCEPT_PAUSE_MS 100 /* after running out of descriptors */
-#define SPIN_NS 30000       /* waking a thread was measured to cost 10 to 30 us: it looks again for about as long */
+#define SPIN_NS 30000       /* waking a thread took 10 to 30 us, so it looks on for about as long */
 #define SPIN_REVIEW 64      /* rounds between looks at how oversubscribed the cores are */
 #define SWEEP_MS 1000       /* between looks at clients that do not finish their hello */
 
@@ -93,7 +93,7 @@ static void report(struct server *server, const char *text) {
     pthread_mutex_unlock(&server->report_lock);
     char line[REPORT_SIZE + 1];
     int size = snprintf(line, sizeof line, "%s\n", text);
-    /* A reader that is too slow, or gone, misses lines; the ring above has them. */
+    /* A reader that is too slow, or gone, misses lines; the ring above keeps them. */
     if (server->report_fd >= 0 && write(server->report_fd, line, (size_t)size) < 0) return;
 }
 
@@ -133,8 +133,8 @@ void conn_send(struct server *server, struct conn *conn, const void *bytes, size
     if (!conn->doomed && !buffer_append(server, &conn->out, bytes, size)) refuse_memory(server, conn);
 }
 
-/* Gives what was collected to the socket. What it does not take stays, and nothing more is read from this client
- * until it has taken that too: so a client that never reads costs one answer, not all of them. */
+/* Gives the collected bytes to the socket. If some are left, nothing more is read from this client until they are gone:
+ * so a client that never reads costs one answer, not all of them. */
 void conn_flush(struct server *server, struct conn *conn) {
     if (conn->doomed || conn->blocked || buffer_size(&conn->out) == 0) return;
     const uint8_t *bytes = conn->out.bytes + conn->out.start;
@@ -171,7 +171,7 @@ void conn_send_value(struct server *server, struct conn *conn, struct slice valu
 
 /* --- reading ------------------------------------------------------------------------------------- */
 
-/* A whole frame is usually answered out of the scratch memory; only what is left over is kept for the client. */
+/* A whole frame is usually answered from the scratch memory; only the rest is kept for the client. */
 static void read_fresh(struct server *server, struct conn *conn, ssize_t got) {
     size_t used = protocol_consume(server, conn, server->scratch, (size_t)got);
     if (!conn->doomed && !buffer_append(server, &conn->in, server->scratch + used, (size_t)got - used))
@@ -274,7 +274,7 @@ static void add_conn(struct server *server, int fd, const struct sockaddr_in6 *p
     atomic_fetch_add_explicit(&server->clients, 1, memory_order_relaxed);
 }
 
-/* Only for a moment, which is over however busy the clients are: see run(). */
+/* Stops for a moment, which ends however busy the clients are: see run(). */
 static void stop_accepting(struct server *server, int error) {
     char text[REPORT_SIZE];
     snprintf(text, sizeof text, "cannot accept more clients for now: %s (raise `ulimit -n`)", strerror(error));
@@ -317,7 +317,7 @@ static void close_conn(struct server *server, struct conn *conn) {
     atomic_fetch_sub_explicit(&server->clients, 1, memory_order_relaxed);
 }
 
-/* Closing one may wake others, and a write to one of them may fail: hence the loop. */
+/* A loop, since closing one client may wake others, and a write to one of them may fail. */
 static void close_doomed(struct server *server) {
     for (struct conn *conn; (conn = server->doomed) != NULL;) {
         server->doomed = conn->next_doomed;
@@ -351,8 +351,8 @@ static void handle(struct server *server, const struct epoll_event *event) {
     else on_readable(server, conn);
 }
 
-/* How long to spin: not at all on the only core, nor while others are waiting for ours (then this thread has been
- * preempted since the last look). */
+/* How long to spin: not at all on the only core, nor while others want ours (this thread was preempted since the last
+ * look). */
 static int64_t choose_spin(struct server *server) {
     struct rusage usage;
     if (server->rounds++ % SPIN_REVIEW == 0 && getrusage(RUSAGE_THREAD, &usage) == 0) {
@@ -362,8 +362,8 @@ static int64_t choose_spin(struct server *server) {
     return server->alone || server->oversubscribed ? 0 : SPIN_NS;
 }
 
-/* Looks again for a moment before it goes to sleep: a client that makes one call after the other then need not wake
- * this thread each time, which is most of what a short call costs. */
+/* Looks on for a moment before it sleeps. A client that makes one call after the other then need not wake this thread
+ * each time, which would be most of the cost of a short call. */
 static int wait_for_events(struct server *server, struct epoll_event *events, int64_t last_ns) {
     int64_t until_ns = last_ns + choose_spin(server);
     do {

@@ -4,7 +4,7 @@
  *   protocol.c      finds frames in the bytes of a client and answers them
  *   table.c         keys, values, queues, waiters
  *   store_module.c  the Python type StoreServer
- *   client.c        the other end: one function that makes a client's calls
+ *   client.c        the client's end: one function that makes all its calls
  *
  * A client that breaks the protocol or a limit is closed, with a reason in `reports`; no other client notices. */
 #pragma once
@@ -25,7 +25,7 @@ struct limits {
     uint64_t count;             /* keys in one call */
     uint64_t memory;            /* bytes held for all clients together */
     int64_t handshake_ns;       /* to say hello, and to prove the token where there is one */
-    bool token_is_optional;     /* proved to those who ask for it, demanded of nobody */
+    bool token_is_optional;     /* the server proves it to clients that ask, and demands it of none */
 };
 
 struct buffer {
@@ -37,10 +37,10 @@ static inline size_t buffer_size(const struct buffer *buffer) { return buffer->e
 
 struct command;
 
-/* How far the frame at the start of a client's input has been looked at. */
+/* How far the frame at the start of a client's input was checked. */
 struct scan {
-    const struct command *command; /* NULL: nothing of it has come */
-    size_t at;                     /* bytes of it that are known to be well formed */
+    const struct command *command; /* NULL: not even its first byte has come */
+    size_t at;                     /* bytes that are known to be well formed */
     size_t need;                   /* no progress is possible below this size */
     const char *field;             /* what comes next, see store/protocol.c */
     uint64_t repeats;              /* how often the repeated fields still come */

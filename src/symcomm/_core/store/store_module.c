@@ -71,7 +71,7 @@ static PyObject *server_stop_method(PyObject *self, PyObject *Py_UNUSED(ignored)
     Py_RETURN_NONE;
 }
 
-/* The thread did not come along through fork(); what it used is left alone, only its descriptors are closed. */
+/* The thread did not come along through fork(): its memory is left alone, and only its descriptors are closed. */
 static PyObject *server_after_fork(PyObject *self, PyObject *Py_UNUSED(ignored)) {
     struct server *server = ((struct server_object *)self)->server;
     ((struct server_object *)self)->server = NULL;
@@ -88,9 +88,7 @@ static PyObject *copy_reports(struct server *server) {
     PyObject *list = PyList_New(0);
     for (uint64_t i = count > REPORTS ? count - REPORTS : 0; i < count && list != NULL; i++) {
         const char *text = reports[i % REPORTS];
-        PyObject *line = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-        if (line == NULL || PyList_Append(list, line) < 0) Py_CLEAR(list);
-        Py_XDECREF(line);
+        append_new(&list, PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace"));
     }
     return list;
 }

@@ -133,7 +133,7 @@ void table_close(struct table *table) {
 
 /* --- values ------------------------------------------------------------------------------------- */
 
-/* Makes room for `room` bytes. The old bytes are kept only when asked for. */
+/* Makes room for `room` bytes; keeps the old bytes if `keep`. */
 static bool make_room(struct table *table, struct entry *entry, size_t room, bool keep) {
     if (room <= entry->value_room && (keep || room * 2 + 64 >= entry->value_room)) return true;
     if (room > entry->value_room && !budget_take(&table->budget, room - entry->value_room)) return false;
@@ -180,8 +180,8 @@ bool entry_set_number(struct table *table, struct entry *entry, int64_t number) 
     return entry_set(table, entry, (struct slice){(const uint8_t *)digits, (size_t)size});
 }
 
-/* Leading blanks, a sign, digits; what follows them is ignored, as PyTorch's store does. Nothing at all is 0, as in our
- * other stores. */
+/* Leading blanks, a sign, digits; the rest is ignored, as by PyTorch's store. An empty value is 0, as in our other
+ * stores. */
 enum reading entry_number(const struct entry *entry, int64_t *number) {
     const uint8_t *at = entry->value, *end = at + entry->value_size;
     *number = 0;

@@ -1,4 +1,4 @@
-/* What the store's server knows: values, queues and who waits for which key. No sockets here. */
+/* The data of the store's server: values, queues, and which clients wait for which key. No sockets here. */
 #pragma once
 
 #include <stdbool.h>
@@ -10,7 +10,7 @@ struct slice {
     size_t size;
 };
 
-/* Every byte held on behalf of clients is charged here, so that no client can exhaust the machine. */
+/* Counts every byte held on behalf of clients, so that no client can exhaust the machine. */
 struct budget {
     size_t used, limit;
 };
@@ -46,7 +46,7 @@ struct item {
 struct entry {
     struct entry *chain; /* next in the same bucket */
     uint64_t hash;
-    bool present; /* has a value; a key that is only waited for or only a queue has none */
+    bool present; /* has a value; a mere queue, or a key that is only waited for, has none */
     uint8_t *value;
     size_t value_size, value_room;
     struct item *first, *last;
@@ -77,7 +77,7 @@ struct entry *table_next(const struct table *table, struct entry *at); /* walks 
 bool entry_set(struct table *table, struct entry *entry, struct slice value);
 bool entry_append(struct table *table, struct entry *entry, struct slice more);
 bool entry_set_number(struct table *table, struct entry *entry, int64_t number);
-/* What the value says when read as a decimal number. */
+/* The value read as a decimal number. */
 enum reading { IS_NUMBER, NOT_A_NUMBER, TOO_LARGE };
 enum reading entry_number(const struct entry *entry, int64_t *number);
 void entry_unset(struct table *table, struct entry *entry);

@@ -12,13 +12,13 @@
 #include "sync/cores.h"
 
 #define LEAST_SPIN 20
-#define VAIN_NS 1000        /* a yield that is over sooner found nobody who wanted the core */
-#define LONGEST_YIELD 16    /* times yield_ns: how long it is worth offering a core that others do want */
+#define VAIN_NS 1000        /* if a yield returns sooner, no other thread wanted this core */
+#define LONGEST_YIELD 16    /* times yield_ns: how long offering a core that others want is worth it */
 #define SOON_NS 2000        /* an answer this soon after we stopped looking: worth looking longer */
 #define REVIEW_NS 100000000 /* how often cores and ranks are counted again, at most: it takes 1 us, 20 with quotas */
 #define OFFER_NS 50000      /* how often a rank that keeps its core asks whether a peer was left waiting for it */
 #define POLLS_A_STEP 16     /* between two looks at the clock */
-#define WATCH_TICKS 20000   /* how long the processor watches one word, about 10 us: others may change meanwhile */
+#define WATCH_TICKS 20000   /* how long the processor watches one word, about 10 us: other words may change meanwhile */
 
 /* --- pausing ------------------------------------------------------------------------------------------------------ */
 
@@ -75,8 +75,8 @@ static bool is_oversubscribed(struct group *g, int64_t now) {
     return atomic_load_explicit(&g->oversubscribed, memory_order_relaxed);
 }
 
-/* With more ranks than cores, looking pays while peers answer within a microsecond or two. Where they need this very
- * core it only delays them: then look less next time. */
+/* With more ranks than cores, looking pays while peers answer within a microsecond or two. If they need this very core
+ * it only delays them, so look less next time. */
 static void adapt_spin(struct group *g, bool paid) {
     int now = spins_now(g);
     int next = paid ? (now < g->spin / 2 ? now * 2 : g->spin) : now / 2 > LEAST_SPIN ? now / 2 : LEAST_SPIN;
@@ -92,12 +92,12 @@ static void note_core(struct group *g) {
         atomic_store_explicit(noted, core, memory_order_relaxed);
 }
 
-/* Whether a rank was last seen on the core that runs this: then it may be waiting for it. */
+/* Whether a rank was last seen on the core that runs this: it may be waiting for that core. */
 static bool was_here(struct group *g, int rank) {
     return atomic_load_explicit(&life_of(g->life[rank])->cpu.core, memory_order_relaxed) == sched_getcpu() + 1;
 }
 
-/* Whether this thread runs an operation that nobody waits for yet: they may need the core to get on. */
+/* Whether this thread runs an operation that nobody waits for yet: its callers may need the core for other work. */
 static bool nobody_waits(void) {
     const _Atomic int *awaited = caller_awaited();
     return awaited && atomic_load_explicit(awaited, memory_order_relaxed) == 0;
@@ -121,7 +121,8 @@ bool backoff_watch(const struct backoff *b, const void *word) {
     return watches;
 }
 
-/* Whether a rank, or whom it sleeps for in turn, sleeps for a message of mine: I wait, so mine was sent. */
+/* Whether a rank, or the rank that it sleeps for in turn, sleeps for a message of this rank. Such a message was sent,
+ * since this rank waits now. */
 static bool sleeps_for_my_message(const struct visit *v, int rank) {
     const struct group *g = v->group;
     for (int i = 0; i < g->world && rank >= 0 && rank < g->world; i++) {
@@ -138,10 +139,10 @@ static bool is_being_woken(const struct visit *v, int rank) {
            sleeps_for_my_message(v, rank);
 }
 
-/* Whether to go on offering the core instead of sleeping. While others use the core that costs nothing, and with many
- * ranks per core it takes a while until each has had its turn. A peer that is being woken will run soon; if it found us
- * asleep, it would fall asleep before we run again, and from then on every operation would wait for a rank to be woken.
- * Otherwise the peer is computing, and a rank that waits for its core may need this one. */
+/* Whether to go on offering the core instead of sleeping. That costs nothing while others use the core, and with many
+ * ranks per core each waits a while for its turn. A peer that is being woken will run soon. If it found us asleep, it
+ * would fall asleep before we run again, and from then on every operation would wait for a rank to be woken. Otherwise
+ * the peer is computing, and a rank that waits for its core may need this one. */
 static bool is_worth_offering(struct backoff *b, int missing) {
     int64_t last = b->start + LONGEST_YIELD * b->visit->group->yield_ns;
     if (b->deadline && b->deadline < last) last = b->deadline;
@@ -149,7 +150,7 @@ static bool is_worth_offering(struct backoff *b, int missing) {
     return b->now < last && (b->now < b->until || b->now - b->start > b->yields * VAIN_NS);
 }
 
-/* Until the core may be kept after all, since whoever needed it waits now. */
+/* Offers the core, until the threads that needed it wait for this one: then the core is kept after all. */
 static bool offer(struct backoff *b, int missing) {
     const struct group *g = b->visit->group;
     sched_yield();

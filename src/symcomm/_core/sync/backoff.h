@@ -1,8 +1,8 @@
 /* What a wait does between its first looks, which take some microseconds, and its sleep.
  *
- * A rank that has a core of its own keeps looking for some milliseconds: nobody it waits for needs that core, and once
- * it is given away, whoever else is there may keep it for a whole time slice. With more ranks than cores it offers the
- * core for a moment instead, or for longer while others use it or a peer is being woken. In both cases it sleeps then.
+ * A rank that has a core of its own keeps looking for some milliseconds: the ranks that it waits for do not need that
+ * core, and once it is given away, another process may keep it for a whole time slice. With more ranks than cores it
+ * offers the core for a moment instead, or for longer while others use it or a peer is being woken. Then it sleeps.
  *
  *     backoff_begin(&b, v, deadline);
  *     do {
@@ -17,7 +17,7 @@
 struct backoff {
     const struct visit *visit;
     int64_t start, now; /* ns, CLOCK_MONOTONIC */
-    int64_t until;      /* then it is time to sleep, or to ask whether it is */
+    int64_t until;      /* when to sleep, or to ask whether to sleep */
     int64_t deadline;   /* 0: none */
     int64_t yields;     /* so far */
     int64_t offer_at;   /* when to ask whether the missing rank waits for this very core */
@@ -25,17 +25,17 @@ struct backoff {
     unsigned looks;
 };
 
-/* deadline: ns, CLOCK_MONOTONIC; 0: none. It is not looked for beyond that. */
+/* deadline: ns, CLOCK_MONOTONIC; 0: none. Looking ends then. */
 void backoff_begin(struct backoff *b, const struct visit *v, int64_t deadline);
 
-/* Before the condition is looked at again: have the processor watch the word that is to change, where it can. */
+/* Called before the next look at the condition: has the processor watch the word that is to change, if it can. */
 bool backoff_watch(const struct backoff *b, const void *word);
 
-/* Pauses, or offers the core. missing: the rank that is waited for, or -1; watched: backoff_watch() watches its word,
- * which has not changed since. False: it is time to sleep. */
+/* Pauses, or offers the core. missing: the rank to wait for, or -1; watched: backoff_watch() watches its word, which
+ * has not changed since. False: it is time to sleep. */
 bool backoff_step(struct backoff *b, int missing, bool watched);
 
-/* A wait was over late within the first looks: more of them would be worth it. */
+/* Called when a wait ended late in the first looks: more of them would be worth it. */
 void backoff_look_longer(struct group *g);
 
 /* The wait is over. */

@@ -1,5 +1,5 @@
-/* Who called the core in this thread, and what a wait must do for it. The bindings say so (module/gil.h); threads of
- * the core's own have nobody to ask. */
+/* Who called the core in this thread, and what a wait must do for that caller. The bindings set it (module/gil.h);
+ * threads of the core's own have no caller. */
 #pragma once
 
 #include <pthread.h>
@@ -34,14 +34,14 @@ struct caller {
     const struct caller_hooks *hooks; /* NULL: a thread of the core's own */
     struct caller *outer;
     void *lock_state; /* what the bindings need to take the interpreter lock again; NULL: the thread has it */
-    /* Of a thread that runs operations for others: how many wait for it. While nobody does, their own work needs the
-     * core. NULL in all other threads. */
+    /* In a thread that runs operations for others: how many threads wait for it. While none does, their own work needs
+     * the core. NULL in all other threads. */
     const _Atomic int *awaited;
     unsigned slices; /* slept so far */
-    bool knows_site; /* it was asked */
+    bool knows_site; /* find_site was called */
 };
 
-extern THREAD_LOCAL struct caller *symcomm_caller; /* NULL: nobody has to be asked */
+extern THREAD_LOCAL struct caller *symcomm_caller; /* NULL: there is nobody to ask */
 
 static inline void caller_before_waiting(void) {
     struct caller *c = symcomm_caller;

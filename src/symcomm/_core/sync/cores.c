@@ -1,7 +1,7 @@
 /* Cores and ranks are counted by affinity and by the quotas of control groups, both of which may change at any time.
  *
- * Ranks may be bound to different cores, or be in different control groups, so each says in its arena what holds for
- * it, and whoever wonders looks at what all have said. */
+ * Ranks may be bound to different cores, or be in different control groups. So each rank says in its arena what holds
+ * for it, and reads what the others have said. */
 #include "sync/cores.h"
 
 #include <pthread.h>
@@ -20,7 +20,7 @@ static struct life **ranks; /* of every arena that this process has mapped, its 
 static int n_ranks, room;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* The mapped arena whose life this is belongs to a rank of this host, until its memory is unmapped. */
+/* Counts the rank whose mapped arena has this life, until that memory is unmapped. */
 static bool count_rank(struct life *life) {
     pthread_mutex_lock(&lock);
     if (n_ranks == room) {
@@ -99,7 +99,7 @@ static void publish_affinity(struct cpu_usage *mine) {
         for (int i = 0; i < WORDS; i++) atomic_store_explicit(&mine->cores[i], usable.words[i], memory_order_relaxed);
 }
 
-/* Returns whether the quota was used up since the last time. With the lock held. */
+/* Returns whether the quota was used up since the last call. With the lock held. */
 static bool publish_quota(struct cpu_usage *mine) {
     uint64_t grants = 0;
     const struct quota *tightest = find_quota(&grants);

@@ -16,8 +16,8 @@ static bool rank_satisfies(const struct visit *v, int rank, const struct conditi
     struct control *peer = block_of(v, rank);
     if (c->kind == WAIT_ARRIVED_ALL)
         return atomic_load_explicit(&peer->arrival[c->target & 1].seq, memory_order_acquire) == c->target;
-    /* A peer is at this operation or the next, or has not signalled for long: also where numbers wrap after 2^40
-     * operations. */
+    /* A peer is at this operation or the next, or has not signalled for long. This also holds when numbers wrap after
+     * 2^40 operations. */
     return atomic_load_explicit(&peer->progress, memory_order_acquire) - c->target < (uint64_t)2 << PLAN_SIGNAL_BITS;
 }
 
@@ -52,7 +52,7 @@ void sync_wake_peers(const struct visit *v) {
 }
 
 void sync_signal(const struct visit *v, uint64_t progress) {
-    /* Whoever hears of it through us sees at least what we saw: also that it is void. */
+    /* A peer that sees this signal sees at least what we saw, even that the operation is void. */
     atomic_thread_fence(memory_order_acquire);
     atomic_store_explicit(&block_of(v, v->group->rank)->progress, progress, memory_order_release);
     sync_wake_peers(v);
@@ -97,8 +97,7 @@ static int check(struct wait *w) {
     return c->check ? c->check(c->context) : STATUS_OK;
 }
 
-/* The first rank that is missing and gone. Looks again after it saw the rank gone: that may have done its part before.
- */
+/* The first rank that is missing and gone. Looks again afterwards: the rank may have done its part before. */
 static int find_gone(struct wait *w, int *culprit) {
     const struct visit *v = w->visit;
     const struct condition *c = condition_of(w);

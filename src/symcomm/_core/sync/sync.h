@@ -14,7 +14,7 @@ struct condition {
     void *context;
 };
 
-/* When to give up. Most waits are over before it matters, so the clock is not looked at until one takes longer. */
+/* When to give up. Most waits end before it matters, so nobody reads the clock until one takes longer. */
 struct deadline {
     int64_t timeout; /* ns; 0: none */
     int64_t at;      /* ns, CLOCK_MONOTONIC; 0: not known yet */

@@ -1,9 +1,9 @@
-/* The one way to wait. Every wait looks for a while (sync/backoff.c says how), then sleeps until somebody rings; while
- * it sleeps it notices within a slice that its group has failed, that a peer is gone, that its time is up, or that a
- * signal handler raised. What differs from wait to wait is a `struct wait_kind`.
+/* The one way to wait. Every wait looks for a while (sync/backoff.c says how), then sleeps until another rank rings.
+ * While it sleeps it notices within a slice that its group has failed, that a peer is gone, that its time is up, or
+ * that a signal handler raised. A `struct wait_kind` has what differs from wait to wait.
  *
- * No wake-up is lost: the sleeper publishes, fences and looks again; whoever ends the wait acts, fences and looks for
- * sleepers. */
+ * No wake-up is lost: the sleeper publishes, fences and looks again; the rank that ends the wait acts, fences and looks
+ * for sleepers. */
 #pragma once
 
 #include "group/group.h"
@@ -20,31 +20,31 @@ struct wait {
     const struct wait_kind *kind;
     const struct visit *visit;   /* NULL: no group's; it sleeps at once */
     _Atomic uint32_t *bell;      /* the futex it sleeps on */
-    _Atomic uint32_t *sleepers;  /* counts who sleeps there; NULL: publish() says so */
+    _Atomic uint32_t *sleepers;  /* counts threads that sleep there; NULL: publish() tells the others */
     int missing;                 /* the rank it waits for first, or -1; is_over() keeps this and `word` current */
-    const void *word;            /* changes when that rank comes, where a processor can watch it; or NULL */
+    const void *word;            /* changes when that rank comes; a processor may watch it; or NULL */
     int64_t deadline;            /* ns, CLOCK_MONOTONIC; 0: none */
     struct flight_entry *record; /* of the call, or NULL */
     struct group *tells_of;      /* where visit is NULL: whose operation another thread runs */
 };
 
 struct wait_kind {
-    /* Looks, does what can be done, and says whether that was all. */
+    /* Looks, does what can be done, and returns whether the wait is over. */
     bool (*is_over)(struct wait *w);
     /* Publishes what this thread waits for and returns what the bell showed before. NULL: nothing to publish. */
     uint32_t (*publish)(struct wait *w);
-    /* It sleeps no longer. NULL: nothing was published. */
+    /* Takes back what was published. NULL: nothing was. */
     void (*retract)(struct wait *w, int status);
-    /* Once a slice: STATUS_OK, or why to stop, of which every rank has been told. NULL: nothing to check. */
+    /* Called once a slice: STATUS_OK, or why to stop; every rank has been told of that. NULL: nothing to check. */
     int (*check)(struct wait *w);
-    /* STATUS_OK, or how the culprit is gone, which has not done its part. NULL: nobody can be. */
+    /* STATUS_OK, or how a rank that has not done its part is gone. NULL: no rank can be. */
     int (*find_gone)(struct wait *w, int *culprit);
     /* The wait ends without being over. culprit: the rank to blame; -1: it is known, or nobody is. Returns the status
      * that counts. */
     int (*give_up)(struct wait *w, int status, int culprit);
     enum wait_for_what what;
-    bool
-        is_operation; /* it also ends when its asynchronous call is given up, and the recorder notes how long it took */
+    /* It also ends when its asynchronous call is given up, and the recorder notes how long it took. */
+    bool is_operation;
 };
 
 /* STATUS_OK: it is over. */
@@ -53,5 +53,5 @@ int wait_loop(struct wait *w);
 /* Waits that last so long, in ns, tell their callers, once they sleep; 0: none does. */
 void wait_tell_after(int64_t ns);
 
-/* For waits that only a failure brings about: looks every 0.1 ms, for so long at most, whether it is over. */
+/* For waits that only follow a failure: looks every 0.1 ms whether it is over, for `most_ns` at most. */
 bool wait_briefly(bool (*is_over)(void *context), void *context, int64_t most_ns);

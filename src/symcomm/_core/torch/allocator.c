@@ -1,7 +1,7 @@
-/* torch's CPU tensors in the shared heap: an Allocator of torch's that is its own but for two methods.
+/* Puts torch's CPU tensors into the shared heap: torch's own Allocator, with two methods replaced.
  *
- * torch's class is C++. Ours is a copy of its table of methods, so whatever we do not replace is torch's. Python names
- * the places that it found by their symbols; wrap_allocator() tries them with one allocation before torch gets to see
+ * torch's class is C++. Ours is a copy of its table of methods, so all that we do not replace is torch's. Python passes
+ * the addresses that it found by their symbols; wrap_allocator() tries them with one allocation before torch sees
  * ours. */
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -29,9 +29,9 @@ static void *table[BEFORE + N_METHODS];
 static struct allocator ours = {table + BEFORE};
 static struct data_ptr (*torchs_allocate)(struct allocator *self, size_t bytes);
 static void (*torchs_deleter)(void *context);
-static _Atomic size_t least; /* bytes of a tensor that is worth it */
+static _Atomic size_t least; /* bytes: smaller tensors are ordinary */
 
-/* torch's profiler counts what is allocated, where it can be told: ProfiledCPUMemoryReporter. */
+/* torch's ProfiledCPUMemoryReporter, by which its profiler counts allocations; NULL if it was not found. */
 static void *(*reporter)(void);
 static void (*report_new)(void *self, void *at, size_t bytes);
 static void (*report_gone)(void *self, void *at);
@@ -106,13 +106,6 @@ static PyObject *set_heap_least(PyObject *Py_UNUSED(self), PyObject *bytes) {
     Py_RETURN_NONE;
 }
 
-static PyObject *trim_heap(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ignored)) {
-    Py_BEGIN_ALLOW_THREADS;
-    heap_trim();
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
 static PyObject *py_heap_stats(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ignored)) {
     struct heap_stats s = heap_stats();
     return Py_BuildValue("(LLLLLL)", (long long)s.live, (long long)s.idle, (long long)s.held, (long long)s.most,
@@ -130,7 +123,6 @@ static PyMethodDef methods[] = {
            "address of ours, or None where torch's is not as we know it"),
     METHOD(open_heap, METH_VARARGS, "(address, bytes, fd, offset in the file)"),
     METHOD(set_heap_least, METH_O, "(bytes): tensors of fewer bytes are ordinary"),
-    METHOD(trim_heap, METH_NOARGS, "(): all idle pages go back to the kernel"),
     METHOD_AS(heap_stats, py_heap_stats, METH_NOARGS, "() -> (live, idle, held by children, most, served, full)"),
     METHOD(in_heap, METH_O, "(address) -> whether it lies in the heap"),
     {NULL, NULL, 0, NULL},

@@ -1,5 +1,5 @@
-/* torch's options objects. Each of the three questions that a call has for one takes a third of a microsecond in
- * Python; where the answers lie in memory was found by symcomm/torch_backend/options_layout.py. */
+/* Reads torch's options objects. A call asks three questions of one, and each takes a third of a microsecond in Python;
+ * symcomm/torch_backend/options_layout.py has found where the answers lie in memory. */
 #include "torch/options.h"
 
 #include <stdbool.h>
@@ -45,9 +45,7 @@ int options_read(int64_t call, PyObject *options, int64_t *detail) {
 static PyObject *use_options(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *callable, *found;
     if (!PyArg_ParseTuple(args, "OO!", &callable, &PyTuple_Type, &found)) return NULL;
-    PyObject *before = is_profiling;
-    is_profiling = Py_NewRef(callable);
-    Py_XDECREF(before);
+    replace_kept(&is_profiling, callable);
     for (Py_ssize_t i = 0; i < PyTuple_Size(found); i++) {
         int call;
         PyObject *type;

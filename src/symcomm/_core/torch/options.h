@@ -1,4 +1,4 @@
-/* What torch's functions ask of a collective besides its tensors, read without a detour through Python. */
+/* Reads the options that torch's functions pass to a collective, without a detour through Python. */
 #pragma once
 
 #include "module/module.h"
@@ -10,5 +10,5 @@ enum options {
     OPTIONS_ASYNC = -3,   /* the caller does not wait, otherwise as OPTIONS_FAST */
 };
 
-/* `detail` becomes what the dispatch cache knows the call by besides its tensors: root, operation, both or 0. */
+/* `detail` becomes the dispatch cache's key besides the tensors: root, operation, both or 0. */
 int options_read(int64_t call, PyObject *options, int64_t *detail);

@@ -87,9 +87,7 @@ static PyObject *py_add_many(PyObject *Py_UNUSED(self), PyObject *args) {
             taken++;
             continue;
         }
-        PyObject *index = PyLong_FromSsize_t(i);
-        if (index == NULL || PyList_Append(left, index) < 0) Py_CLEAR(left);
-        Py_XDECREF(index);
+        append_new(&left, PyLong_FromSsize_t(i));
     }
     if (left != NULL) {
         Py_BEGIN_ALLOW_THREADS;

@@ -1,4 +1,4 @@
-/* Tensors as DLPack shows them: torch's by a function that it gives away for this purpose, NumPy's by a method. */
+/* Views tensors through DLPack: torch's by a function that it exports for this purpose, NumPy's by a method. */
 #include "torch/tensor.h"
 
 #include "reduce/types.h"
@@ -48,16 +48,16 @@ static PyTypeObject *array_type; /* NumPy's, once somebody has passed one */
 static PyObject *export_array;   /* its __dlpack__ */
 
 /* DLPack does not say that a tensor stands for the negative or the conjugate of its memory, or for zeros that nobody
- * has written, nor that its storage was given away. torch's C++ object does: the first three in its set of dispatch
- * keys, the last by where in its storage the tensor begins. Where these two words lie was found by
- * symcomm/group/torch_layout.py. */
+ * has written, nor that its storage was given away. torch's C++ object says the first three in its set of dispatch
+ * keys, and the last by where in its storage the tensor begins. symcomm/group/torch_layout.py has found where these two
+ * words lie. */
 #define MAX_PLAIN 4
 static struct {
     Py_ssize_t object_at;         /* of the pointer to the C++ object in the Python object; 0: not known */
     Py_ssize_t keys_at, start_at; /* in the C++ object */
     Py_ssize_t counter_at;        /* there too: of the pointer to the version counter, which views share; -1: unknown */
     Py_ssize_t version_at;        /* in the counter */
-    uint64_t plain[MAX_PLAIN];    /* keys of tensors that are what their memory holds; 0: no more of them */
+    uint64_t plain[MAX_PLAIN];    /* keys of tensors whose value is what their memory holds; 0: no more of them */
     uint64_t plain_on_gpu[MAX_PLAIN];
 } layout;
 
@@ -141,7 +141,7 @@ static inline bool is_known(PyTypeObject *type) {
     return exchange_view && (type == known[0] || type == known[1] || type == known[2] || type == known[3]);
 }
 
-/* What the C++ object has, those of all classes of tensors have. */
+/* The C++ object is the same for all classes of tensors. */
 static inline bool is_tensor(PyObject *object) {
     return is_known(Py_TYPE(object)) || (exchange_view && PyType_IsSubtype(Py_TYPE(object), known[0]));
 }
@@ -154,7 +154,7 @@ static inline bool describe(const struct dl_tensor *t, struct tensor_view *view)
     return view->dtype >= 0 && view->count >= 0;
 }
 
-/* The same, and fills `t`. False: also where it is not there. */
+/* The same, and fills `t`. False also if torch cannot view the tensor. */
 static inline bool look(PyObject *tensor, struct dl_tensor *t, struct tensor_view *view) {
     if (exchange_view(tensor, t)) {
         PyErr_Clear();
@@ -163,7 +163,8 @@ static inline bool look(PyObject *tensor, struct dl_tensor *t, struct tensor_vie
     return describe(t, view);
 }
 
-/* What is read-only, in another byte order or of an odd type is not exported. The array outlives its export. */
+/* NumPy does not export arrays that are read-only, in another byte order or of an odd type. The array outlives its
+ * export. */
 static int view_array(PyObject *array, struct tensor_view *view) {
     PyObject *capsule = PyObject_CallFunctionObjArgs(export_array, array, NULL);
     struct dl_managed *m = capsule ? PyCapsule_GetPointer(capsule, "dltensor") : NULL;
@@ -204,7 +205,7 @@ void tensors_change(PyObject *tensors) {
 }
 
 static bool is_tracked(PyObject *tensor) {
-    if (!is_grad_enabled || !is_tensor(tensor)) return false; /* NULL: nobody said what autograd is */
+    if (!is_grad_enabled || !is_tensor(tensor)) return false; /* NULL: use_autograd() was not called */
     if (layout.object_at && asks_requires_grad) {
         if (!asks_requires_grad(cpp_object(tensor))) return false;
     } else {
@@ -227,11 +228,10 @@ bool tensors_tracked(PyObject *tensors) {
 }
 
 static int use_method(PyObject *types, const char *name, PyObject **method) {
-    PyObject *found = PyObject_GetAttrString(PyTuple_GetItem(types, 0), name), *before = *method;
-    if (found == NULL) return -1;
-    *method = found;
-    Py_XDECREF(before);
-    return 0;
+    PyObject *found = PyObject_GetAttrString(PyTuple_GetItem(types, 0), name);
+    if (found) replace_kept(method, found);
+    Py_XDECREF(found);
+    return found ? 0 : -1;
 }
 
 static int read_keys(PyObject *keys, uint64_t *into) {
@@ -261,14 +261,12 @@ static PyObject *use_autograd(PyObject *Py_UNUSED(self), PyObject *const *args, 
     if (PyErr_Occurred()) return NULL;
     asks_requires_grad = (bool (*)(const void *))(uintptr_t)address;
     if (requires_grad == NULL && (requires_grad = PyUnicode_InternFromString("requires_grad")) == NULL) return NULL;
-    PyObject *before[] = {increment_version, is_grad_enabled};
-    increment_version = Py_NewRef(args[0]), is_grad_enabled = Py_NewRef(args[1]);
-    Py_XDECREF(before[0]);
-    Py_XDECREF(before[1]);
+    replace_kept(&increment_version, args[0]);
+    replace_kept(&is_grad_enabled, args[1]);
     Py_RETURN_NONE;
 }
 
-/* keep_versions(bool) -> what it was: whether autograd shall not notice what calls of this thread write. */
+/* keep_versions(bool) -> what it was: whether to keep from autograd what calls of this thread write. */
 static PyObject *keep_versions(PyObject *Py_UNUSED(self), PyObject *wanted) {
     bool before = keeps_versions;
     keeps_versions = PyObject_IsTrue(wanted) == 1;

@@ -12,14 +12,14 @@ struct tensor_view {
     int dtype;
 };
 
-/* True when `tensor` is of one of the known types, dense, contiguous, on the CPU, and is what its memory holds.
+/* True if `tensor` is of one of the known types, dense, contiguous, on the CPU, and its value is what its memory holds.
  * Otherwise (never with an exception set) Python has to look at it. */
 int tensor_view(PyObject *tensor, struct tensor_view *view);
 
 /* The number by which autograd notices that a tensor changed since it was saved for backward: a tensor shares it with
- * its views. NULL: it has none (NumPy's arrays, inference mode's tensors), or nobody knows where it lies. */
+ * its views. NULL: it has none (NumPy's arrays, inference mode's tensors), or its place is not known. */
 _Atomic uint32_t *tensor_version(PyObject *tensor);
 /* Tells autograd that whatever `tensors` are (one, or a tuple) change now. Never with an exception set. */
 void tensors_change(PyObject *tensors);
-/* Whether autograd would have a say if one of these were written in place: it requires grad, and grad mode is on. */
+/* Whether autograd may refuse that one of these is written in place: it requires grad, and grad mode is on. */
 bool tensors_tracked(PyObject *tensors);

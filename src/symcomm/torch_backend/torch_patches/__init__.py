@@ -1,5 +1,5 @@
 """Every change that Symcomm makes to torch's behaviour, one file each. A file says what it changes, why, for which
-versions of torch, and how that is undone; its ``apply()`` returns the function that undoes it.
+versions of torch, and how to undo it; its ``apply()`` returns the function that undoes it.
 
 when torch is imported (Symcomm is registered)
     store_errors.py           our stores' exceptions are torch's, too
@@ -7,7 +7,7 @@ when torch is imported (Symcomm is registered)
     prefix_store.py           torch's PrefixStore takes our stores
     init_process_group.py     waits for the previous group's end, and looks again for a store that is going away
     destroy_process_group.py  releases stores that only the group's C++ half held
-    buffer_hook.py            autograd does not mind what DDP's buffer hook overwrites
+    buffer_hook.py            autograd accepts that DDP's buffer hook overwrites buffers
     reducer_join.py           torch's Reducer keeps the work that counts joined ranks
     monitored_barrier.py      asks our groups
     pg_timeout.py             asks our groups
@@ -19,7 +19,7 @@ when torch is imported (Symcomm is registered)
     cpu_allocator.py          CPU tensors lie in the arena; only with SYMCOMM_HEAP
     replace_gloo.py           groups asked of Gloo are ours; only with SYMCOMM_REPLACE=gloo
 when the first group is made
-    functional_collectives.py operators that torch's C++ does not bring to Python groups
+    functional_collectives.py operators that torch's C++ cannot run on Python groups
     flight_recorder_dumps.py  torch's dumps show our operations
     health_check_hook.py      torch's health check also attaches ours
     cpp_hooks.py              groups notice that a hook of C++ was attached
@@ -54,7 +54,7 @@ _lock = threading.RLock()
 
 
 def apply(*names: str) -> None:
-    """Those of the named patches that are not applied yet."""
+    """Apply the named patches, unless they are applied."""
     if all(name in _undo for name in names):
         return
     with _lock:
@@ -68,7 +68,7 @@ def applied() -> list[str]:
 
 
 def undo_all() -> None:
-    """In reverse order."""
+    """Undo all patches, in reverse order."""
     with _lock:
         while _undo:
             _undo.popitem()[1]()

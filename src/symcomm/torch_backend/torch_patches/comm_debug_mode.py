@@ -1,5 +1,5 @@
 """What: a ``CommDebugMode`` counts every call of our groups as the operator that torch's own groups would call.
-Why: it counts torch's operators, which calls of our groups are not.
+Why: it counts torch's operators, and calls of our groups are none.
 Versions: all.
 Undo: methods stay what they are while one counts.
 """
@@ -17,7 +17,7 @@ from symcomm.ops import OPERATORS
 from symcomm.torch_backend.torch_patches import method_swap
 from symcomm.undo import Undo
 
-_TRACES = torch._C._TorchDispatchModeKey.PROXY  # what make_fx.py traces are operators, which count by themselves
+_TRACES = torch._C._TorchDispatchModeKey.PROXY  # make_fx.py traces operators, which count by themselves
 
 
 class _Shown:
@@ -54,7 +54,7 @@ def _counted(ours: Callable[..., Any], operator: Any, mode: type) -> Callable[..
         run: Any = functools.partial(ours, self, *args, **kwargs)
         for counter in counters:
             run = functools.partial(counter.__torch_dispatch__, _Shown(operator, run), (), args)  # type: ignore[attr-defined]
-        with _disable_current_modes():  # calls that this one is made of do not count
+        with _disable_current_modes():  # calls inside this one do not count
             return run()
 
     return call

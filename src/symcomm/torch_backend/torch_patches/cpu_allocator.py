@@ -1,8 +1,8 @@
 """What: CPU tensors of 16 KiB and more lie in this rank's arena; only with SYMCOMM_HEAP.
-Why: peers read and write them where they are, so programs that know nothing of symmetric tensors have them.
+Why: peers read and write them in place, so even programs that know nothing of symmetric tensors profit.
 Versions: those whose Allocator has the methods and results that we know (torch 2.10 to 2.15); on any other, tensors
 stay ordinary, and a warning says so.
-Undo: new tensors are torch's own again; those that were made remain where they are, and are freed there.
+Undo: new tensors are torch's own again; existing ones stay where they are until they are freed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _address(library: ctypes.CDLL, symbol: str) -> int:
 
 
 def _allocator_functions(library: ctypes.CDLL) -> tuple[Any, Any]:
-    """torch's ways to ask which allocator CPU tensors come from, and to choose another."""
+    """torch's functions that tell which allocator CPU tensors come from, and that choose another."""
     get, choose = library[_GET], library[_SET]
     get.argtypes, get.restype = [ctypes.c_void_p], ctypes.c_void_p
     choose.argtypes, choose.restype = [ctypes.c_int8, ctypes.c_void_p, ctypes.c_uint8], None

@@ -1,5 +1,5 @@
 """What: Dynamo leaves our own code alone.
-Why: when C++ calls a group (DDP does, in its forward), it would compile that as well.
+Why: when C++ calls a group (DDP does, in its forward), Dynamo would compile that as well.
 Versions: all.
 Undo: our folders are no longer among those that it skips.
 """

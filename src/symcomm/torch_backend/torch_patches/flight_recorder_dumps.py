@@ -1,9 +1,9 @@
 """What: torch's own functions that dump its flight recorder show what our groups did.
-Why: torch's recorder is written by C++ backends, and since 2.14 by a hook that slows every call down; ours records
-all calls anyway. So what Python reads of torch's recorder has our entries as well, in its format.
-Versions: those that have one recorder for each backend (since 2.15) have ours under ``backend="symcomm"``, older ones
-among the others by time. Where torch's hook is attached to a group of ours, torch's recorder has these calls itself,
-and is left alone.
+Why: C++ backends write torch's recorder, and since 2.14 a hook that slows every call down; ours records all calls
+anyway. So when Python reads torch's recorder, it gets our entries as well, in torch's format.
+Versions: those that have one recorder for each backend (since 2.15) show ours under ``backend="symcomm"``, older ones
+among the others by time. If torch's hook is attached to a group of ours, torch's recorder has these calls itself, and
+we leave it alone.
 Undo: the functions are torch's again.
 """
 
@@ -63,7 +63,7 @@ def _dump(theirs: Any, pickled: bool, by_backend: bool) -> Any:
 
 
 def _together(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """Both dumps as one. Numbers of groups and entries go on where torch's end."""
+    """Both dumps as one. Our numbers of groups and entries continue torch's."""
     groups = 1 + max(map(int, theirs.get("pg_status", {})), default=-1)
     records = 1 + max((entry["record_id"] for entry in theirs.get("entries", ())), default=-1)
     both = {**theirs}

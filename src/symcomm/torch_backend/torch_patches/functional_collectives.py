@@ -5,8 +5,8 @@ C++ backend inside it, and finds none.
 Versions: those whose kernels do so (see versions.py).
 Undo: the kernels are torch's again.
 
-Inside ``allow_inflight_collective_as_graph_input_ctx`` the tensors of asynchronous calls are known to ``wait_tensor``,
-so that a compiled graph can wait for what eager code has begun.
+Inside ``allow_inflight_collective_as_graph_input_ctx``, ``wait_tensor`` knows the tensors of asynchronous calls, so
+that a compiled graph can wait for calls that eager code has begun.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _batch(ops: Sequence[str], peers: Sequence[int], tags: Sequence[int], tensor
 
 
 def register_work(work: Any, tensors: Sequence[Any]) -> None:
-    """``wait_tensor`` of any of these waits for the work."""
+    """Make ``wait_tensor`` of any of these tensors wait for the work."""
     for tensor in tensors:
         for one in tensor if isinstance(tensor, (list, tuple)) else [tensor]:
             _register_work(one, work)

@@ -1,4 +1,4 @@
-"""What: where torch attaches its HealthCheckHook to a group of ours, ours is attached too.
+"""What: when torch attaches its HealthCheckHook to a group of ours, ours is attached too.
 Why: torch attaches one to every group, but asks only C++ backends to call it.
 Versions: those that have it (2.15).
 Undo: ``attach`` is C++'s again.

@@ -7,7 +7,7 @@ Undo: methods are no longer swapped during tracing; the operators' kernels are t
 
     make_fx(f)      f calls group.allreduce      a Python group would just run it, and the graph would lack it
     while tracing   group.allreduce = ProcessGroup.allreduce, which calls torch.ops.c10d.allreduce_, which is traced
-    the operator    at the end of it all, on real tensors: a kernel of ours, which calls the group's own method
+    the operator    finally runs on real tensors: our kernel calls the group's own method
 
 The methods are swapped only during tracing (see method_swap.py); the operators get kernels when the first call
 is traced, so other groups' calls cost nothing more in programs that never do this.
@@ -68,7 +68,7 @@ def _dispatched(method: str, own: Callable[..., Any], now: Callable[..., Any]) -
 def _all_to_all_single(
     group: Any, output: Any, input: Any, output_splits: Any = (), input_splits: Any = (), opts: Any = None
 ) -> Any:
-    """C++ looks this one up by two names, and would find one of them whoever calls it."""
+    """C++ looks this one up by two names, so a method of either name would be called back."""
     torch.ops.c10d.alltoall_base_(output, input, group.boxed(), list(output_splits), list(input_splits), False)
     return done
 
@@ -117,11 +117,11 @@ def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., An
 
 
 def _of_backend(group: Any, method: str, given: dict[str, Any]) -> Callable[..., Any] | None:
-    """What the operator's own kernel would call, for a group that is not ours.
+    """For a group that is not ours: the function that the operator's own kernel would call.
 
-    That kernel itself runs with the interpreter's lock held when Python calls it. Gloo's thread may want that lock
-    while it holds the one that the call needs."""
-    if "reduce_op" in given and given["reduce_op"].op() == _PREMUL_SUM:  # has a factor, which is not passed to us
+    We do not call that kernel: from Python it runs with the interpreter's lock held, and Gloo's thread may want that
+    lock while it holds the one that the call needs."""
+    if "reduce_op" in given and given["reduce_op"].op() == _PREMUL_SUM:  # its factor is not passed to us
         return None
     if given.get("sparse_indices") is not None:
         return None

@@ -13,7 +13,7 @@ from typing import Any
 
 from symcomm.undo import Undo, all_of, replace
 
-# (the name, the class's own method, what is there now) -> what is there meanwhile, or None where that stays
+# (the name, the class's own method, the current method) -> the method to use meanwhile, or None for no change
 Wrapper = Callable[[str, Callable[..., Any], Callable[..., Any]], Callable[..., Any] | None]
 
 _lock = threading.RLock()

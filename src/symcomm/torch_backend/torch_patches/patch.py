@@ -1,4 +1,4 @@
-"""What patches of torch.distributed use; what every change uses is in ``symcomm.undo``."""
+"""Helpers for patches of torch.distributed; those for every change of torch are in ``symcomm.undo``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from symcomm.undo import Undo, all_of, replace
 
 
 def replace_function(name: str, value: Any) -> Undo:
-    """A function of torch.distributed; private ones are in its inner module only."""
+    """Replace a function of torch.distributed; private ones are in its inner module only."""
     owners = [owner for owner in (c10d, dist) if name in vars(owner)]
     return all_of(*(replace(owner, name, value) for owner in owners))
 
 
 def ask_ours_first(name: str, ours: Callable[..., Any]) -> Undo:
-    """Replace a function of torch.distributed, where this version has it, by ``ours``, which returns NotImplemented
-    for what it does not handle."""
+    """Make a function of torch.distributed, if this version has it, ask ``ours`` first. That returns NotImplemented for
+    calls that it does not handle."""
     known = versions.present(c10d, [name]).get(name)
     if known is None:
         return all_of()

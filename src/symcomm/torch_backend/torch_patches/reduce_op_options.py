@@ -1,6 +1,5 @@
 """What: torch's options objects (AllreduceOptions and the like) take our reduce operations as ``reduceOp``.
-Why: torch.distributed's functions put there what they are given, such as ``dist.all_reduce(x,
-op=symcomm.ReduceOp.SUM)``.
+Why: torch.distributed's functions put their argument there, as in ``dist.all_reduce(x, op=symcomm.ReduceOp.SUM)``.
 Versions: all.
 Undo: the properties are C++'s again.
 """
@@ -17,8 +16,8 @@ from symcomm.undo import Undo, all_of, replace
 
 
 def apply() -> Undo:
-    """C++ converts a kind such as SUM, which most callers pass, into an operation. A cached one saves about half of the
-    time that setting it takes."""
+    """Most callers pass a kind such as SUM, which C++ converts into an operation. Keeping the operations saves about
+    half of the time that setting one takes."""
     theirs: Any = dist.ReduceOp
     kinds = [kind for name, kind in theirs.RedOpType.__members__.items() if name != "PREMUL_SUM"]
     made = {id(kind): theirs(kind) for kind in kinds}  # a kind is a single object, its class's attribute

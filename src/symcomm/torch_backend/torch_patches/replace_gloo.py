@@ -1,7 +1,7 @@
-"""What: where torch makes a group of the name "gloo", it makes one of ours. The name stays: whoever asks a group or a
-device for its backend is told "gloo". Two modules of torch that give that name worse treatment, for what Gloo cannot
-do, see ours instead.
-Why: for scripts that name Gloo, and cannot be changed. They compare names, too.
+"""What: when torch would make a group named "gloo", it makes one of ours. The name stays: a group or device that is
+asked for its backend answers "gloo". Two modules of torch treat that name worse, because of what Gloo cannot do; they
+see our own name.
+Why: for scripts that name Gloo, compare names, and cannot be changed.
 Versions: all. Applied only where SYMCOMM_REPLACE=gloo is set.
 Undo: torch makes groups of Gloo's again.
 """
@@ -21,7 +21,7 @@ from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches.patch import our_group
 from symcomm.undo import Undo, all_of, replace
 
-# all_to_all with gradients becomes a scatter from every rank; the hooks that overlap DDP with ZeRO are refused.
+# For "gloo", all_to_all with gradients becomes a scatter from every rank, and hooks that overlap DDP with ZeRO raise.
 TREAT_GLOO_APART = ("torch.distributed.nn.functional", "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook")
 
 
@@ -64,7 +64,7 @@ def apply() -> Undo:
 
 
 class _OwnName(ModuleType):
-    """torch.distributed, but that ``get_backend`` of our groups is "symcomm"."""
+    """torch.distributed, except that ``get_backend`` of our groups is "symcomm"."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)

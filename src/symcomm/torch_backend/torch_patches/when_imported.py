@@ -8,7 +8,7 @@ them, and applies further patches after a module's own code has run:
 * Where Gloo is replaced, two modules that treat its name apart see ours.
 * Inductor can allocate comm buffers on the CPU, while ``torch.ops.symm_mem`` takes CPU tensors.
 
-Why: once something is compiled, torch's compiler must know of us; until then it is not even loaded. So with FSDP2.
+Why: torch's compiler must know of us once something is compiled; until then it is not even loaded. So with FSDP2.
 Versions: all.
 Undo: the finder is gone, and so are those patches.
 """
@@ -87,7 +87,7 @@ def apply() -> Undo:
 
 
 def watch(names: Iterable[str]) -> Undo:
-    """Apply what belongs to these modules: now to those that are loaded, to the others when they will be."""
+    """Apply the patches for these modules: now to those that are loaded, to the others once they are."""
     _want(names)
     return lambda: _forget(names)
 
