@@ -471,5 +471,5 @@ def test_a_call_that_the_core_makes_alone_has_the_groups_present_timeout():
 
 def test_the_core_knows_calls_by_their_numbers():
     """A list of one tensor is that tensor to some calls; others refuse it, also when they have seen the tensor."""
-    assert native.CALL_ALL_TO_ALL_SINGLE == BY_NAME["all_to_all_single"].number
-    assert native.CALLS_OF_SINGLES == sum(1 << op.number for op in CACHED.values() if op.listed is False)
+    assert BY_NAME["all_to_all_single"].number == native.CALL_ALL_TO_ALL_SINGLE
+    assert sum(1 << op.number for op in CACHED.values() if op.listed is False) == native.CALLS_OF_SINGLES
