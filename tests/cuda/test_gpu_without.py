@@ -298,10 +298,10 @@ def test_words_are_written_on_the_tensors_own_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device", using)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     tensor: Any = SimpleNamespace(device=torch.device("cuda", 1), data_ptr=lambda: 1000)
-    on_gpu.write_word(tensor, 2, 7)
+    on_gpu.OnGPU().write_words(tensor, 2, 7, None)
     assert said == [("device", 1), ("enter", 1), ("write", 0, 1008, 7), "before"]
     said.clear()
-    on_gpu.fill_words(tensor, 1, 5, 3)
+    on_gpu.OnGPU().write_words(tensor, 1, 5, 3)
     assert said == [("device", 1), ("enter", 1), ("fill", 1004, 5, 3, 0), "before"]
 
 
