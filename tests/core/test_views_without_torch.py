@@ -28,7 +28,7 @@ print("torch" in sys.modules)
 """
 
 
-def test_short_ways_without_torch():
+def test_fast_paths_without_torch():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "False\n", done.stderr

@@ -131,7 +131,7 @@ def the_same_kind_again(gpu: Any, core: Any) -> None:
 
 
 @check
-def the_short_way_is_taken(gpu: Any, core: Any) -> None:
+def the_fast_path_is_taken(gpu: Any, core: Any) -> None:
     """By count, where ranks share the GPU through MPS: up to what is combined in place the core does it alone."""
     if not isinstance(gpu.collectives, single_kernel.SingleKernelCollectives):
         return

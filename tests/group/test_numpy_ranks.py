@@ -129,7 +129,7 @@ def takes(group: Any, kind: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", [*SHORT, *LONG])
-def test_arrays_that_are_contiguous_take_the_short_way(kind):
+def test_arrays_that_are_contiguous_take_the_fast_path(kind):
     assert everywhere(takes, 2, "threads", kind) == [(15, 0) if kind in SHORT else (0, 15)] * 2
 
 

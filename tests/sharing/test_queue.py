@@ -278,7 +278,7 @@ def test_coroutines():
 
 
 def test_a_small_message_takes_no_part_and_no_pickle(monkeypatch: pytest.MonkeyPatch):
-    """The short way of short messages: one call of the core at each end."""
+    """The fast path of short messages: one call of the core at each end."""
     calls = []
     for name in ("queue_put", "queue_take", "queue_await", "region_await_room", "map_private", "copy_in"):
         function = getattr(native, name)

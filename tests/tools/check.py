@@ -17,7 +17,7 @@ from tests.tools.selections import TESTS, all_files
 from tests.tools.side_by_side import DURATIONS, run
 
 # What looks at the whole package, or at what every call passes through.
-ALWAYS = ("layers", "selections", "native_stub", "short_way", "groups", "p2p", "errors")
+ALWAYS = ("layers", "selections", "native_stub", "fast_path", "groups", "p2p", "errors")
 UNKNOWN = 15.0  # seconds, of a file that has not been timed here
 CORE = "symcomm._core"
 

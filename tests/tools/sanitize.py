@@ -43,10 +43,10 @@ def drive(only: list[str]) -> None:
         return [part for part in parts if part.__name__ in only or not only]
 
     for world in (1, 2, 3, 5):
-        for part in chosen(collectives, messages, asynchronous, failures, short_ways, one_sided, leaving):
+        for part in chosen(collectives, messages, asynchronous, failures, fast_paths, one_sided, leaving):
             symcomm.spawn(part, world, mode="threads", timeout=60, deadline=SECONDS)
             print(f"  {part.__name__}, {world} ranks", flush=True)
-    for part in chosen(collectives, messages, short_ways, one_sided, leaving, interrupted):
+    for part in chosen(collectives, messages, fast_paths, one_sided, leaving, interrupted):
         symcomm.spawn(part, 2, mode="processes", timeout=60, deadline=SECONDS)
         print(f"  {part.__name__}, 2 processes", flush=True)
     for part in chosen(lock_watch, held):
@@ -175,7 +175,7 @@ def asynchronous(g) -> None:
     g.destroy()
 
 
-def short_ways(g) -> None:
+def fast_paths(g) -> None:
     """What blocking calls on torch's tensors do: the core looks at them and remembers the plan."""
     import numpy as np
 

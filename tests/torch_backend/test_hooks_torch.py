@@ -125,7 +125,7 @@ class Counted:
         return status
 
 
-def short_way(rank: int, world: int, path: str) -> Any:
+def fast_path(rank: int, world: int, path: str) -> Any:
     from symcomm._core import native
 
     with joined(rank, world, path) as group:
@@ -159,8 +159,8 @@ def short_way(rank: int, world: int, path: str) -> Any:
         return seen - len(calls)  # an exchange of objects is two calls
 
 
-def test_the_short_way_is_left_to_hooks_only(tmp_path: Any):
-    assert run_ranks(short_way, 2, str(tmp_path / "meet")) == [1, 1]
+def test_the_fast_path_is_left_to_hooks_only(tmp_path: Any):
+    assert run_ranks(fast_path, 2, str(tmp_path / "meet")) == [1, 1]
 
 
 def types_of_hooks(rank: int, world: int, path: str) -> None:

@@ -81,7 +81,7 @@ def every_collective_async(rank: int, path: str) -> None:
 
 
 @check
-def short_way_sees_every_difference(rank: int, path: str) -> None:
+def fast_path_sees_every_difference(rank: int, path: str) -> None:
     """Calls that look like an earlier one but need more than its plan."""
     with joined(rank, path):
         for _ in range(2):

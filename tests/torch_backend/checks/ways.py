@@ -104,14 +104,14 @@ def _each(group: Any, rank: int, kinds: dict[str, Callable], expected: dict[str,
 
 
 @check
-def every_dense_tensor_takes_the_short_way(rank: int, path: str) -> None:
+def every_dense_tensor_takes_the_fast_path(rank: int, path: str) -> None:
     no_minimum, no_split = "complex", "two dimensions"
     with joined(rank, path) as group, torch.no_grad():  # otherwise some calls refuse leaves that require grad
         _each(group, rank, OF_THEIR_MEMORY, SHORT, (no_minimum, no_split))
 
 
 @check
-def tensors_that_are_not_their_memory_take_the_long_way(rank: int, path: str) -> None:
+def tensors_that_are_not_their_memory_take_the_slow_path(rank: int, path: str) -> None:
     with joined(rank, path) as group:
         _each(group, rank, {"negative": OTHERS["negative"]}, LONG)
 
@@ -131,7 +131,7 @@ def options_that_the_core_cannot_read_are_asked(rank: int, path: str) -> None:
 
 
 @check
-def what_else_a_call_asks_for_is_not_lost_on_the_short_way(rank: int, path: str) -> None:
+def what_else_a_call_asks_for_is_not_lost_on_the_fast_path(rank: int, path: str) -> None:
     with joined(rank, path) as group:
         x = torch.full((3,), rank + 1.0)
         for _ in range(2):
@@ -218,7 +218,7 @@ def _message(group: Any, rank: int, make: Callable, n: int, kind: str, expected:
 
 
 @check
-def blocking_messages_of_every_dense_tensor_take_the_short_way(rank: int, path: str) -> None:
+def blocking_messages_of_every_dense_tensor_take_the_fast_path(rank: int, path: str) -> None:
     with joined(rank, path) as group:
         dist.all_reduce(torch.ones(1))  # a process's first tensor teaches the core what torch's tensors are
         for kind, make in OF_THEIR_MEMORY.items():

@@ -305,7 +305,7 @@ static PyObject *cache_plan(PyObject *self, PyObject *const *args, Py_ssize_t n_
 }
 
 PyMethodDef group_dispatch_cache_methods[] = {
-    METHOD(run_cached, METH_FASTCALL, "(call, detail, input, output) -> status, or -1: take the long way"),
+    METHOD(run_cached, METH_FASTCALL, "(call, detail, input, output) -> status, or -1: take the slow path"),
     METHOD(run_cached_options, METH_FASTCALL,
            "(call, options, input, output, run_async=False) -> status, or below 0: nothing was run"),
     METHOD(submit_cached, METH_FASTCALL, "(call, detail, input, output, site) -> request, or -1: take the slow path"),

@@ -173,7 +173,7 @@ def _long(g: ProcessGroup) -> None:
                 _try(g, case, kind, make, n, LONG)
 
 
-def test_dense_tensors_of_every_kind_take_the_short_way_in_every_call():
+def test_dense_tensors_of_every_kind_take_the_fast_path_in_every_call():
     threads(_short)
 
 
