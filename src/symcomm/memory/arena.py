@@ -13,8 +13,8 @@ Header of an arena, in its first page::
          owner may use, and how many of its long waits ended in which way
     2048 what the lock watch has to say, 1024 bytes (see _core/observe/gil_watchdog.c)
 
-The flight recorder (see flight.py) starts at the second page. Then comes where others ask where the rank is in its
-program (see _core/observe/whereabouts.h), and allocations follow.
+The flight recorder (see flight.py) starts at the second page. After it, other processes ask where the rank is in its
+program (see _core/observe/whereabouts.h). Then come the allocations.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Peer:
 
     @property
     def whereabouts(self) -> int:
-        """Address where its owner is asked where it is."""
+        """The address at which others ask the owner where it is."""
         return self.base + whereabouts_at(native.peek(self.flight, 16))
 
     @classmethod

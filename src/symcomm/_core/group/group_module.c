@@ -184,9 +184,9 @@ static PyObject *announce(PyObject *self, PyObject *arg) {
 PyMethodDef group_life_methods[] = {
     METHOD_AS(abort, py_abort, METH_NOARGS, "(): every rank's pending and later operations fail."),
     METHOD(announce, METH_O, "(looks) -> whether all are about to run the same operation"),
-    METHOD(is_left_by_all, METH_NOARGS, "() -> whether all have left or died, and its memory may be given back"),
     METHOD(fail, METH_VARARGS, "(status, culprit) -> the status that counts"),
     METHOD(forked, METH_NOARGS, "(): a forked child takes no part; it is refused everything."),
+    METHOD(is_left_by_all, METH_NOARGS, "() -> whether all have left or died, and its memory may be given back"),
     METHOD(keep, METH_O, "(object): hold on to it as long as the group exists."),
     METHOD(leave, METH_NOARGS, "(): this rank takes no further part."),
     METHOD(reclaim, METH_O, "(windows): each an address and its bytes; they become this rank's own again."),

@@ -124,7 +124,7 @@ static PyObject *life_stop(PyObject *Py_UNUSED(self), PyObject *arg) {
 
 static PyMethodDef methods[] = {
     METHOD(life_start, METH_VARARGS,
-           "(life[, whereabouts]): mark this process alive there until it ends or life_stop(), and answer questions."),
+           "(life, whereabouts=0): mark this process alive there until it ends or life_stop(), and answer questions."),
     METHOD(life_stop, METH_O, "(handle): the word becomes 0 instead of 'owner died'."),
     {NULL, NULL, 0, NULL},
 };
