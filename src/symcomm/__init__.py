@@ -21,6 +21,7 @@ Where things are (imports point down only)::
     hierarchical/   the same collectives between hosts: Gloo, MPI or NCCL carries what each host has reduced
     group/          ProcessGroup, Work, spawn, the default group
     collectives/    plans: one file per family of collectives, and the choice between them
+    testing/        a kit for tests of distributed code
     sharing/        memory that one process writes and others read: queues, boards
     memory/         arenas: memory that all ranks of a host have mapped
     store/          key-value stores and rendezvous
@@ -83,6 +84,7 @@ _MODULES = (
     "ray",
     "simulate",
     "symm_mem",
+    "testing",
     "windows",
 )  # loaded on first use as well
 
