@@ -27,7 +27,7 @@ SETUP_LOG     := build/setup.log
 quietly        = $(1) >$(SETUP_LOG) 2>&1 || { cat $(SETUP_LOG); exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo browser docs test check test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak graphs prove sanitize analyze clean
+.PHONY: help setup demo browser docs test check programs test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak graphs prove sanitize analyze clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -110,6 +110,9 @@ test-python: ## one wheel for every Python, tested without torch: PYTHON=python3
 	@rm -rf $(PYTHON_ENV)/checkout && mkdir $(PYTHON_ENV)/checkout
 	@cp -r tests examples docs pyproject.toml $(PYTHON_ENV)/checkout
 	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m tests.tools.side_by_side -n $(TESTERS) without_torch
+
+programs: $(BUILT) ## programs of others on Symcomm and on Gloo, each in an environment of its own: NAMES=torchft
+	@$(BIN)/python -m tests.programs.run $(abspath $(TORCH_ENVS)) $(NAMES)
 
 wheels: $(WHEELS_ENV)/.ready ## this platform's wheel and the source distribution, in build/dist, checked and tried
 	@PATH="$(WHEELS_ENV)/bin:$$PATH" $(WHEELS_ENV)/bin/python -m tests.tools.wheels build/dist

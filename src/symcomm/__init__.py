@@ -53,6 +53,7 @@ _PUBLIC = {
     "symcomm.symm_mem.symmetrize": ("symmetrize",),
     "symcomm.memory.shared_heap": ("HeapStats", "heap_stats"),
     "symcomm.symm_mem.groups": ("of",),
+    "symcomm.torch_backend.wrapped": ("torch_process_group",),
     "symcomm.windows.window": ("Window",),
     "symcomm.ddp.module": ("DistributedDataParallel",),
     "symcomm.types": ("DType", "ReduceOp", "make_premul_sum"),

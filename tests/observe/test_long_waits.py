@@ -50,7 +50,7 @@ def soon(monkeypatch):
     long_waits._patience.clear()
 
 
-def be_late(seconds: float = 1.0) -> None:
+def be_late(seconds: float = 2.0) -> None:
     time.sleep(seconds)  # line: late
 
 
@@ -89,15 +89,16 @@ def test_never(capfd, monkeypatch):
 
 def late_again(group) -> None:
     x = numpy.ones(8, "f4")
-    for _ in range(4):
+    for _ in range(3):
         if group.rank == 1:
-            be_late(0.5)
+            be_late(1.5)
         group.barrier()  # line: again
     group.all_reduce(x)
 
 
-def test_a_place_that_waits_again_is_told_of_later(capfd):
-    """After twice as long: not of four waits that take half a second each."""
+def test_a_place_that_waits_again_is_told_of_later(capfd, monkeypatch):
+    """After twice as long: once of three waits that take one and a half times as long each."""
+    monkeypatch.setenv("SYMCOMM_HANG_SECONDS", "1")
     symcomm.spawn(late_again, 2, mode="threads")
     assert [line for line in lines_of(capfd) if "has waited" in line] == [
         f"symcomm: rank 0 has waited N s in barrier() #1 on group 'world' at {at('again')} for rank 1 (pid N), "
@@ -107,8 +108,8 @@ def test_a_place_that_waits_again_is_told_of_later(capfd):
 
 def moves_on(group) -> None:
     if group.rank == 1:
-        be_late(0.5)
-        time.sleep(0.5)  # line: elsewhere
+        be_late(1.5)
+        time.sleep(3)  # line: elsewhere
     group.barrier()
 
 
@@ -180,7 +181,7 @@ def test_a_stopped_rank(capfd):
 
 def fails(group) -> str:
     if group.rank == 1:
-        be_late(0.8)
+        be_late()
         group.destroy()
         return "left"
     with pytest.raises(symcomm.errors.RankFailedError):
@@ -213,7 +214,7 @@ PROGRAM = """
 import numpy, time, symcomm
 
 def next_batch():
-    time.sleep(1)
+    time.sleep(4)
 
 group = symcomm.init()
 if group.rank == 1:

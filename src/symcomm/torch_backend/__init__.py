@@ -14,6 +14,7 @@ engines.py       tensors on other devices, for maps such as "cpu:symcomm,cuda:nc
 work.py          what torch expects of a Work and of its future
 call_hooks.py, estimate.py, profile.py, debug_checks.py  who watches calls: hooks, estimates, torch's profiler, DETAIL
 bootstrap.py     how its ranks meet, through torch's store; lifecycle.py: how the default group ends
+wrapped.py       for code that makes its own groups
 derived.py       groups made from it; reconfigure.py: members that come and go
 cpp_backend.py   the Backend that torch's C++ finds inside it (torch 2.15); watched_group.py: while C++ hooks watch
 windows.py       its windows
