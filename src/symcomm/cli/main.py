@@ -23,6 +23,7 @@ LAZY_COMMANDS = {
     "simulate": ("symcomm.cli.simulate", "What a collective would take on a cluster that is only described."),
     "top": ("symcomm.cli.top", "Watch a running job: a live page, or in the terminal."),
     "doctor": ("symcomm.cli.doctor", "Check this machine, and say what to change."),
+    "bits": ("symcomm.cli.bits", "Hash the same sum over ranks, hosts, threads and processes."),
     "completion": ("symcomm.cli.completion", "Complete commands and options in your shell."),
     "version": ("symcomm.cli.version", "Say which Symcomm, Python, C core and torch this is."),
 }

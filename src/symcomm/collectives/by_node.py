@@ -119,9 +119,13 @@ def direct_by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> tuple
         return [Copy(outputs(start), At(PEER_OUT, last * grid.width + place, start, chunk), length)] if length else []
 
     def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
-        before = [Wait(me - grid.width, FIRST_SIGNAL - 1, 1)] if node else []  # has combined the chunk in its last turn
+        before: list[Simple] = []
+        if node:
+            before.append(Wait(me - grid.width, FIRST_SIGNAL - 1, 1))  # has combined the chunk in its last turn
         combining, fetching = combine(now[0]), fetch(now[1]) if node != last else []
-        steps = [*before, *later(combining, -node)] if combining else []
+        steps = later(combining, -node)
+        if combining:
+            steps[1:1] = before
         ready = wait_for([last * grid.width + place]) if fetching else []
         return [*steps, Signal(FIRST_SIGNAL, 1), *ready, *later(fetching, -last)]
 
