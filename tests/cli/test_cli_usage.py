@@ -18,7 +18,7 @@ pytestmark = pytest.mark.without_torch
 USAGE = {
     "run": "[OPTIONS] SCRIPT [ARGS]...", "trace": "[OPTIONS] [DIR]", "demo": "[OPTIONS]", "bench": "[OPTIONS] [WHAT]",
     "simulate": "[OPTIONS] [WHAT]", "top": "[OPTIONS] [JOB]",
-    "doctor": "[OPTIONS]", "completion": "[OPTIONS] [SHELL]", "version": "[OPTIONS]",
+    "doctor": "[OPTIONS]", "bits": "[OPTIONS]", "completion": "[OPTIONS] [SHELL]", "version": "[OPTIONS]",
 }  # fmt: skip
 # Examples that take a second or so. The others are parsed, and their choices looked up.
 QUICK = r"symcomm (version|completion|doctor|run -n [24] |trace dumps|simulate (all_reduce|ddp))"

@@ -60,7 +60,7 @@ def values(shard: int, count: int, kind: str) -> Any:
     return np.ldexp(numbers, random.integers(-widest, widest // 3, count)).astype(kind)
 
 
-def on_rank(group: Any, kinds: Sequence[str]) -> dict[str, tuple[str, bytes]]:
+def on_rank(group: Any, kinds: Sequence[str]) -> dict[str, tuple[str, list[bytes]]]:
     """By type: the hash of the sums, and this rank's pieces of them by reduce_scatter."""
     import numpy as np
 
@@ -72,7 +72,7 @@ def on_rank(group: Any, kinds: Sequence[str]) -> dict[str, tuple[str, bytes]]:
         sums, pieces = hashlib.sha256(), []
         for count in COUNTS:
             own = [values(group.rank * per + k, count, kind) for k in range(per)]
-            total = np.empty(count, kind)
+            total: Any = np.empty(count, kind)
             dtype = DType[kind.upper()]
             native.reduce(dtype, RedOpType.SUM, total.ctypes.data, [part.ctypes.data for part in own], count)
             piece = np.empty(count // group.size, kind)
@@ -120,7 +120,7 @@ def rows(threads_only: bool) -> list[Row]:
     modes = ["threads"] if threads_only else ["threads", "processes"]
     found = [Row(ranks, 1, mode) for mode in modes for ranks in (1, 2, 4, 8)]
     found += [Row(SHARDS, hosts, mode) for mode in modes for hosts in (2, 4)]
-    return found + [Row(SHARDS, 8, "threads"), *(Row(SHARDS, hosts, "threads", True) for hosts in (2, 4, 8))]
+    return [*found, Row(SHARDS, 8, "threads"), *(Row(SHARDS, hosts, "threads", True) for hosts in (2, 4, 8))]
 
 
 def differing(outcomes: Sequence[Outcome]) -> list[str]:

@@ -34,6 +34,7 @@ def doctor(
     ranks: Annotated[int | None, option("-n --ranks", "N", "Ranks to run here. [default: one a core]")] = None,
     as_json: Annotated[bool, flag("--json", "Print JSON.")] = False,
     strict: Annotated[bool, flag("--strict", "Exit with 1 on warnings too.")] = False,
+    bits: Annotated[bool, flag("--bits", "Print what must be equal for equal bits, and stop.")] = False,
 ) -> None:
     """Check this machine, and say what to change. Exits with 1 when something fails.
 
@@ -41,9 +42,13 @@ def doctor(
     Examples:
       symcomm doctor
       symcomm doctor -n 64 --json
+      symcomm doctor --bits
     """
     if ranks is not None and ranks < 1:
         raise errors.bad_argument("symcomm doctor", "--ranks", ranks, "1 or more")
+    if bits:
+        show_bits(as_json)
+        return
     findings = examine(ranks)
     code = exit_code(findings, strict)
     if as_json:
@@ -51,6 +56,17 @@ def doctor(
     else:
         show(findings)
     raise typer.Exit(code)
+
+
+def show_bits(as_json: bool) -> None:
+    from symcomm.observe.health.bits import what_must_be_equal
+
+    found = what_must_be_equal()
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for name, value in found.items():
+        typer.echo(f"{name:22}{value}")
 
 
 def show(findings: list[Finding]) -> None:

@@ -1,0 +1,64 @@
+"""`symcomm bits` and `symcomm doctor --bits`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from symcomm.cli import bits
+from symcomm.cli.bits import Outcome, Row, differing, measure
+from symcomm.observe.health.bits import cpu_model, what_must_be_equal
+from tests.support.command import symcomm
+
+pytestmark = pytest.mark.long
+FIELDS = {"CPU", "instruction set", "torch", "numpy", "threads per rank", "all of it"}
+
+
+def test_one_hash_over_ranks_and_hosts():
+    rows = [Row(ranks, 1, "threads") for ranks in (1, 2, 4, 8)]
+    rows += [Row(8, 2, "threads"), Row(8, 8, "threads"), Row(8, 2, "threads", wide=True)]
+    outcomes = [measure(row) for row in rows]
+    assert differing(outcomes) == []
+    assert len({o.hashes["float32"] for o in outcomes}) == len({o.hashes["float64"] for o in outcomes}) == 1
+    small = [o.hashes.get("float16") for o in outcomes]
+    assert small[:3] == [None] * 3 and small[3] == small[6] != small[4]
+
+
+def test_processes_have_the_bits_of_threads():
+    assert measure(Row(2, 1, "processes")).hashes == measure(Row(2, 1, "threads")).hashes
+
+
+def test_what_differs_is_found():
+    same = [Outcome(Row(n, 1, "threads"), {"float32": "a", "float64": "b"}) for n in (1, 2)]
+    assert differing(same) == []
+    assert differing([*same, Outcome(Row(4, 1, "threads"), {"float32": "c", "float64": "b"})]) == ["float32"]
+    assert differing([*same, Outcome(Row(4, 1, "threads"), {"float32": "a", "float64": "ranks differ"})]) == ["float64"]
+    whole, halves = Row(8, 1, "threads"), Row(8, 2, "threads")
+    assert differing([Outcome(whole, {"float16": "a"}), Outcome(halves, {"float16": "b"})]) == []
+    wide = Row(8, 2, "threads", wide=True)
+    assert differing([Outcome(whole, {"float16": "a"}), Outcome(wide, {"float16": "b"})]) == ["float16"]
+
+
+def test_what_the_command_says(capsys):
+    bits.show(
+        [Outcome(Row(8, 4, "threads", True), {"float32": "abc"}), Outcome(Row(8, 2, "threads"), {}, "no engine")], []
+    )
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].split() == ["8", "4", "threads", "abc", "-", "-", "SYMCOMM_WIDE_SUMS=1"]
+    assert shown[2].endswith("no engine") and shown[-1].startswith("The same bits")
+    bits.show([], ["float32"])
+    assert "Not the same bits: float32." in capsys.readouterr().out
+
+
+def test_the_doctor_says_what_must_be_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = json.loads(symcomm("doctor", "--bits", "--json").stdout)
+    assert found.keys() >= FIELDS
+    assert symcomm("doctor", "--bits").stdout.splitlines()[0].split(None, 1) == ["CPU", found["CPU"]]
+    before = what_must_be_equal()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    after = what_must_be_equal()
+    assert after["threads per rank"] == "3" and after["all of it"] != before["all of it"]
+    (tmp_path / "cpuinfo").write_text("processor : 0\nCPU implementer : 0x41\nCPU part : 0xd0c\n")
+    assert cpu_model(tmp_path / "cpuinfo") == "0x41 0xd0c"
