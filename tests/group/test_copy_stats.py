@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+np = pytest.importorskip("numpy")  # its memory is ordinary, also with the shared heap
 torch = pytest.importorskip("torch")
 
 import symcomm  # noqa: E402
 from symcomm import ProcessGroup, errors, symm_mem  # noqa: E402
+from symcomm.observe.analysis.verdict import judge  # noqa: E402
 from symcomm.observe.recorder.records import operations_of  # noqa: E402
+from symcomm.observe.recorder.trace import RankTrace, Trace  # noqa: E402
 
 pytestmark = pytest.mark.torch_versions
 
@@ -34,7 +37,7 @@ def _counted(group: ProcessGroup, call: Callable[[], Any]) -> dict[str, tuple[in
 
 
 def _all_ways(group: ProcessGroup) -> list[dict[str, tuple[int, int]]]:
-    shared, other = symm_mem.empty(FLOATS).fill_(1), torch.ones(FLOATS)
+    shared, other = symm_mem.empty(FLOATS).fill_(1), torch.from_numpy(np.ones(FLOATS, "f4"))
     mixed = shared if group.rank == 0 else other
     few, whole = torch.ones(2), symm_mem.empty(2 * FLOATS)
     found = [
@@ -77,6 +80,27 @@ def test_calls_and_bytes_are_counted_by_how_they_went():
                 total[kind, 0] += calls
                 total[kind, 1] += size
         assert told == {kind: (total[kind, 0], total[kind, 1]) for kind in KINDS if total[kind, 0]}
+
+
+def _refuses(group: ProcessGroup) -> tuple[str, str]:
+    parts = [torch.ones(3) for _ in range(group.size - (group.rank == 1))]
+    with pytest.raises(errors.SymcommError):
+        group.reduce_scatter(torch.empty(3), parts)
+    group.barrier()
+    members, ranks = [0, 1], {}
+    for rank, operations in enumerate(operations_of(group)):
+        kept = [op for op in operations if op.group == group.name and op.call != "barrier"]
+        facts = [{"name": group.name, "rank": rank, "size": 2, "ranks": members}]
+        ranks[rank] = RankTrace(rank, 1, boot="x", noted_ns=1 << 62, operations=kept, groups=facts)
+    last = ranks[group.rank].operations[-1]
+    group.barrier()
+    return f"{last}: {last.state}", judge(Trace(ranks)).kind
+
+
+def test_a_refused_call_is_in_the_recorder_and_nobodys_fault():
+    zero, one = symcomm.spawn(_refuses, 2, mode="threads")
+    assert one == ("a call that it refused: refused", "fine")
+    assert zero == ("reduce_scatter(float32 x 6, SUM): refused", "fine")
 
 
 def _fails(group: ProcessGroup) -> tuple[dict[str, tuple[int, int]], str]:

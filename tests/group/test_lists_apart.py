@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+np = pytest.importorskip("numpy")  # its memory is ordinary, also with the shared heap
 torch = pytest.importorskip("torch")
 
 import symcomm  # noqa: E402
@@ -35,11 +36,11 @@ def _in_a_row(rank: int) -> Lists:
 
 
 def _ordinary(rank: int) -> Lists:
-    return [torch.empty(COUNT) for _ in range(WORLD)]
+    return [torch.from_numpy(np.empty(COUNT, "f4")) for _ in range(WORLD)]
 
 
 def _one_ordinary(rank: int) -> Lists:
-    return [*_apart(rank)[:-1], torch.empty(COUNT)]
+    return [*_apart(rank)[:-1], *_ordinary(rank)[:1]]
 
 
 def _twice(rank: int) -> Lists:

@@ -13,7 +13,7 @@ from typing import Any
 
 from symcomm.errors import format_ranks
 from symcomm.observe.analysis.calls import RecordedCalls
-from symcomm.observe.recorder.records import Operation
+from symcomm.observe.recorder.records import REFUSED, Operation
 from symcomm.observe.recorder.stacks import short_site, where
 from symcomm.observe.recorder.trace import RankTrace, Trace
 
@@ -69,7 +69,7 @@ def _waits(trace: Trace, calls: RecordedCalls, patience: float) -> dict[int, _Wa
     known: dict[tuple[int, int], _Wait] = {}  # by group and sequence number
     for rank in calls.operations:
         op = calls.last_collective(rank)
-        if op is None or op.state == "completed" or _is_young(trace, rank, op, patience):
+        if op is None or op.is_over or _is_young(trace, rank, op, patience):
             continue
         group = calls.group_of(op)
         wait = known.get((id(group), op.seq))
@@ -183,6 +183,8 @@ def _mismatch(calls: RecordedCalls) -> Verdict | None:
     found = []
     for group in calls.groups:
         for seq, ranks in sorted(group.by_seq.items()):
+            if any(op.state == REFUSED for op in ranks.values()):
+                continue  # all were told
             noticed = any(op.state == "mismatch" for op in ranks.values()) and len(ranks) > 1
             if noticed or len({_signature(op) for op in ranks.values()}) > 1:
                 found.append((min(op.created_ns for op in ranks.values()), seq, ranks))
@@ -285,7 +287,7 @@ def _message(trace: Trace, calls: RecordedCalls, patience: float) -> Verdict | N
     """A send or receive that did not end."""
     for rank, operations in calls.operations.items():
         last = operations[-1] if operations else None
-        if last is None or not last.is_message or last.state == "completed" or _is_young(trace, rank, last, patience):
+        if last is None or not last.is_message or last.is_over or _is_young(trace, rank, last, patience):
             continue
         verb, way = ("send", "to") if last.call == "send" else ("receive", "from")
         known = last.root is not None and 0 <= last.root < len(last.ranks)
@@ -306,7 +308,7 @@ def _stuck(trace: Trace, calls: RecordedCalls, patience: float) -> Verdict | Non
     for group in calls.groups:
         seq = max(group.by_seq)
         ranks = group.by_seq[seq]
-        open_ = [r for r, op in ranks.items() if op.state != "completed"]
+        open_ = [r for r, op in ranks.items() if not op.is_over]
         if open_ and not all(_is_young(trace, r, ranks[r], patience) for r in open_):
             op = ranks[open_[0]]
             how = {ranks[r].state for r in open_} - {"running"}

@@ -19,6 +19,7 @@ COPIES = {
     native.FLIGHT_ORDINARY_HERE: "ordinary_here", native.FLIGHT_ORDINARY_THERE: "ordinary_there",
 }  # fmt: skip
 OTHER_PLANS = {DIRECT: "direct", ATTACHED: "attached", ATTACHED_MESSAGE: "attached"}
+REFUSED = "refused"  # the name of a call that its own rank refused, and the state of the others' part in it
 LONG, QUEUED = native.FLIGHT_SLOW_PATH, native.FLIGHT_QUEUED
 
 
@@ -50,6 +51,11 @@ class Operation:
     copies: str = ""  # how its bytes went, as ProcessGroup.copy_stats names it; "": of a message through the channel
 
     @property
+    def is_over(self) -> bool:
+        """Whether all is well with it: it ended, or was no call, since some rank refused it."""
+        return self.state in ("completed", REFUSED)
+
+    @property
     def is_message(self) -> bool:
         return self.call in ("send", "recv")
 
@@ -76,6 +82,8 @@ class Operation:
         """``all_reduce(float32 x 1024, SUM)``"""
         if self.call == "barrier":
             return "barrier()"
+        if self.call == REFUSED:
+            return "a call that it refused"
         peer = {"send": "to", "recv": "from"}.get(self.call, "root")
         parts = [f"{self.dtype} x {self.count}", self.op]
         if self.root is not None:
@@ -125,6 +133,8 @@ def as_operation(entry: FlightEntry) -> Operation:
     if message:
         call, root = ("send" if entry.signature & 1 else "recv"), side - (side >> 31 << 32)
         nbytes, count = entry.count, entry.count // ITEMSIZE[dtype]
+    elif entry.signature == native.REFUSED_CALL:
+        call, count, nbytes = REFUSED, 0, 0
     else:
         collective = Collective(entry.signature & 0xFF)
         call = collective.label
