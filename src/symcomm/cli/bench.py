@@ -39,7 +39,8 @@ COLLECTIVES = (
 ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
 # Each in a file of its own.
 OTHERS = (
-    "store", "kernels", "attach", "groups", "ddp", "steps", "compile", "gpu", "hosts", "noise", "sites", "torch", "llm",
+    "store", "queue", "kernels", "attach", "groups", "ddp", "steps", "compile", "gpu", "hosts", "noise", "sites",
+    "torch", "llm",
 )  # fmt: skip
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
@@ -123,7 +124,7 @@ PlotFile = Annotated[Path | None, option("--plot", "FILE", "Draw them: .png or .
 Setup = Annotated[bool, flag("--setup-peers", "Install the MPIs to measure against.")]
 
 FAMILIES = {"all": COLLECTIVES, "window": ONE_SIDED}
-WITHOUT_TORCH = ("store", "kernels")
+WITHOUT_TORCH = ("store", "queue", "kernels")
 NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
@@ -396,6 +397,7 @@ def bench(
       symcomm bench p2p --plot p2p.svg
       symcomm bench all --quick --heap -b 64K
       symcomm bench window --quick --against mpich,openmpi
+      symcomm bench queue
       symcomm bench groups --ranks 4
       symcomm bench ddp
       symcomm bench steps --heap
