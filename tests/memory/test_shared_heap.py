@@ -160,6 +160,20 @@ def test_where_it_cannot_be_had_tensors_are_ordinary_and_one_line_says_why(setti
     assert why in ended.stdout and ended.stderr.count("SYMCOMM_HEAP: tensors are ordinary memory, since") == bool(why)
 
 
+def test_a_torch_that_does_not_load_us_is_the_reason():
+    """As where the package is only on the path: the arena has a heap, but torch does not allocate there."""
+    program = (
+        "import symcomm, torch; from symcomm.memory.arena import current_arena; current_arena(); "
+        "print(symcomm.heap_stats().why_not); from symcomm.torch_backend import register; register.autoload(); "
+        "print(repr(symcomm.heap_stats().why_not))"
+    )
+    settings = {"SYMCOMM_HEAP": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **settings}, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout.splitlines() == [shared_heap.NOT_LOADED, "''"], ended
+
+
 # --- as malloc -----------------------------------------------------------------------------------
 
 

@@ -190,8 +190,11 @@ class SymcommSide(TorchSide):
 
     @classmethod
     def joined(cls, args: SimpleNamespace) -> SymcommSide:
-        os.environ["SYMCOMM_HEAP"] = "1"  # torch reads it when it is imported; only series "heap" uses that memory
+        os.environ["SYMCOMM_HEAP"] = "1"  # only series "heap" uses that memory
         import symcomm
+        from symcomm.torch_backend.register import autoload
+
+        autoload()  # torch calls it where the package is installed
 
         store = symcomm.FileStore(args.store, args.world)
         return cls(symcomm.init(store=store, rank=args.rank, world_size=args.world, timeout=GROUP_TIMEOUT))

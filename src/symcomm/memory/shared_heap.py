@@ -39,6 +39,8 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _OFF = ("", "0", "off", "no", "false")
 _ON = ("1", "on", "yes", "true")
 
+NOT_LOADED = "torch has not loaded Symcomm: is the package installed, and TORCH_DEVICE_BACKEND_AUTOLOAD not 0?"
+_is_open = _is_served = False
 _reason = f"{VARIABLE} is not set"  # why tensors are ordinary; "" when they come from the heap
 
 
@@ -103,12 +105,23 @@ def room() -> int:
 
 def open_heap(base: int, nbytes: int, fd: int, offset: int) -> None:
     """Open the heap in a part of this process's arena, which is never unmapped."""
-    global _reason
+    global _is_open, _reason
     try:
         native.open_heap(base, nbytes, fd, offset)
     except OSError as error:
         raise ResourceError(f"symmetric memory: no shared heap: {error.strerror}.") from error
-    _reason = ""
+    _is_open, _reason = True, "" if _is_served else NOT_LOADED
+
+
+def is_open() -> bool:
+    """Whether torch could allocate there."""
+    return _is_open
+
+
+def note_served(is_served: bool) -> None:
+    """Whether torch allocates there."""
+    global _is_served, _reason
+    _is_served, _reason = is_served, "" if is_served else NOT_LOADED
 
 
 def serve_from(nbytes: int) -> None:

@@ -58,7 +58,7 @@ def apply() -> Undo:
         current, choose = _allocator_functions(library)
     except (OSError, AttributeError, ResourceError) as error:
         return ordinary(str(error).rstrip("."))
-    if shared_heap.heap_stats().why_not:
+    if not shared_heap.is_open():
         return lambda: None
     theirs = current()
     reporter = [_address(library, symbol) for symbol in _REPORTER]
@@ -69,4 +69,10 @@ def apply() -> Undo:
     choose(ours)
     if current() != ours:
         return ordinary("another allocator has been given to torch, with a higher priority")
-    return lambda: choose(theirs)
+    shared_heap.note_served(True)
+
+    def undo() -> None:
+        choose(theirs)
+        shared_heap.note_served(False)
+
+    return undo
