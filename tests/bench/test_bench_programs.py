@@ -156,7 +156,7 @@ def test_steps_on_every_side(program: str):
     if program == "pipeline":  # which has messages, and no collectives to speak of
         return
     assert heap.nbytes == ours.nbytes > 0 and heap.direct >= ours.direct
-    assert heap.direct > 0.9 * heap.nbytes or program == "tensor parallel", "whose tensors are tiny here"
+    assert heap.direct > 0.9 * heap.nbytes or program == "tensor parallel", "tensors of the latter are tiny here"
 
 
 def test_steps_with_other_losses_are_refused():

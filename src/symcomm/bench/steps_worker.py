@@ -187,9 +187,13 @@ class StepsOrders:
 
     def __init__(self, args: SimpleNamespace):
         if args.name == "heap":
-            os.environ["SYMCOMM_HEAP"] = "1"  # torch is not loaded yet
+            os.environ["SYMCOMM_HEAP"] = "1"
         import torch
 
+        if args.name == "heap":
+            from symcomm.torch_backend import torch_patches
+
+            torch_patches.apply("cpu_allocator")  # where torch was loaded before
         torch.set_num_threads(1)
         self.name, self.rank, self.world = args.name, args.rank, args.world
         self.dist = None if args.name == "alone" else join("gloo" if args.name == "gloo" else "symcomm", args)
