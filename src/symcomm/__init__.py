@@ -7,6 +7,7 @@ Where things are (imports point down only)::
     bench/          what `symcomm bench` measures
     launcher/       ranks as processes: start, watch, end; what `symcomm run` does
     ray.py          ranks on a Ray cluster
+    integrations/   other programs on Symcomm without a change: vLLM's plugin, torch's operators
     c10d/           all of this by PyTorch's names
     elastic/        training that outlives its ranks
     compile/        torch.compile with our collectives: lowerings, passes, explain

@@ -18,7 +18,7 @@ SRC = Path(__file__).parents[2] / "src" / "symcomm"
 ORDER = """
 errors arguments types undo ops torch_versions preflight _core store memory sharing collectives membership group
 hierarchical cuda symm_mem windows simulate observe torch_backend ddp device comm compile elastic c10d ray torchft
-testing launcher llama bench demo cli __main__
+integrations testing launcher llama bench demo cli __main__
 """.split()
 LAYERS = {name: level for level, name in enumerate(ORDER)}
 # Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.

@@ -1,0 +1,67 @@
+"""What a worker found out before it ended, for the client, to whom vLLM only says that there was an issue.
+
+The client's process has a file without a name, which workers reach by ``/proc`` and the number of its descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+from symcomm.undo import replace
+
+VARIABLE = "SYMCOMM_VLLM_LAST_WORDS"
+PATIENCE = 0.5  # seconds; who found it out may be slower than who tells that something happened
+MOST = 2000
+
+_fd = -1
+
+
+def listen() -> bool:
+    """Whether this process is the first of its kind here, to which workers speak."""
+    global _fd
+    if VARIABLE in os.environ:
+        return False
+    _fd = os.memfd_create("symcomm-last-words", os.MFD_CLOEXEC)
+    os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{_fd}"
+    return True
+
+
+def leave(error: BaseException) -> None:
+    """From a worker: why a call failed."""
+    if (path := os.environ.get(VARIABLE)) is None:
+        return
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(fd, f"{str(error)[:MOST]}\n".encode())
+        finally:
+            os.close(fd)
+
+
+def heard(patience: float = PATIENCE) -> str:
+    """The first that was said, or nothing."""
+    end = time.monotonic() + patience
+    while _fd >= 0:
+        if said := os.pread(_fd, MOST, 0).decode(errors="replace"):
+            return said.splitlines()[0]
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    return ""
+
+
+def tell_clients() -> None:
+    """vLLM's error of a dead engine says it, too."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    init = EngineDeadError.__init__
+
+    def with_words(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if said := heard():
+            self.args = (f"{self.args[0]} {said}", *self.args[1:])
+
+    replace(EngineDeadError, "__init__", with_words)

@@ -1,0 +1,190 @@
+"""The plugin for vLLM, with small stand-ins for what it uses of vLLM: ``make programs`` runs the real one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="vLLM's communicators move tensors")
+dist = importlib.import_module("torch.distributed")
+errors = importlib.import_module("symcomm.errors")
+plugin = importlib.import_module("symcomm.integrations.vllm")
+from symcomm.integrations.vllm import last_words  # noqa: E402
+from tests.support.children import children  # noqa: E402
+
+pytestmark = pytest.mark.torch_versions
+
+
+class CpuPlatform:
+    """Like vLLM's, in what the plugin looks at and changes."""
+
+    dist_backend = "gloo"
+
+    def is_cpu(self) -> bool:
+        return True
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm's own"
+
+
+class CpuCommunicator:
+    def __init__(self, cpu_group, device=None, device_group=None, unique_name="", use_all2all=False):
+        assert self._all_group_ranks_share_shm_group_name() is False, "vLLM's own shared memory would be made"
+        self.device_group, self.unique_name = device_group, unique_name
+        self.world_size, self.rank_in_group = dist.get_world_size(), dist.get_rank()
+        self.supports_tensor_dict = False
+
+    def _all_group_ranks_share_shm_group_name(self) -> bool:
+        return True
+
+    def destroy(self) -> None:
+        pass
+
+
+class EngineDeadError(Exception):
+    def __init__(self) -> None:
+        super().__init__("EngineCore encountered an issue.")
+
+
+def stand_in(platform: object) -> None:
+    parts = {
+        "vllm": {},
+        "vllm.platforms": {"current_platform": platform},
+        "vllm.distributed": {},
+        "vllm.distributed.device_communicators": {},
+        "vllm.distributed.device_communicators.cpu_communicator": {"CpuCommunicator": CpuCommunicator},
+        "vllm.v1": {},
+        "vllm.v1.engine": {},
+        "vllm.v1.engine.exceptions": {"EngineDeadError": EngineDeadError},
+    }
+    for name, attributes in parts.items():
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        sys.modules[name] = module
+
+
+def in_a_child(function, *args):
+    with children() as start:
+        child = start(lambda say: say(function(*args)))
+        said = child.hear(60)
+        assert child.end() == 0
+        return said
+
+
+def registered(version: str, environment: dict[str, str]) -> tuple:
+    stand_in(CpuPlatform())
+    os.environ.update(environment)
+    plugin._vllm_version = lambda: version
+    import warnings
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        plugin.register()
+        plugin.register()
+    ours = [str(each.message) for each in warned if "symcomm" in str(each.message)]
+    return CpuPlatform.dist_backend, CpuPlatform.get_device_communicator_cls(), ours
+
+
+def test_vllm_finds_the_plugin():
+    found = [each for each in entry_points(group="vllm.general_plugins") if each.name == "symcomm"]
+    assert not found or found[0].value == "symcomm.integrations.vllm:register"
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '[project.entry-points."vllm.general_plugins"]\nsymcomm = "symcomm.integrations.vllm:register"' in text
+
+
+def test_groups_become_ours():
+    assert in_a_child(registered, "0.32.0", {}) == ("symcomm", plugin.COMMUNICATOR, [])
+
+
+def test_a_variable_turns_it_off():
+    assert in_a_child(registered, "0.32.0", {"SYMCOMM_VLLM": "0"}) == ("gloo", "vllm's own", [])
+
+
+def test_an_unknown_version_goes_its_own_way_and_is_told_so():
+    backend, communicator, warned = in_a_child(registered, "0.99.1", {})
+    assert (backend, communicator) == ("gloo", "vllm's own")
+    assert warned[0].startswith("symcomm: vLLM 0.99.1 is not among those that were tested")
+
+
+def test_the_client_hears_what_a_worker_said():
+    def client() -> list[str]:
+        stand_in(CpuPlatform())
+        plugin._vllm_version = lambda: "0.32.0"
+        plugin.register()
+        quiet = str(EngineDeadError())
+        pid = os.fork()
+        if pid == 0:
+            last_words.leave(errors.RankFailedError("rank 1 (pid 7) died with SIGKILL during all_reduce #3.", [1]))
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return [quiet, str(EngineDeadError())]
+
+    said = in_a_child(client)
+    words = "EngineCore encountered an issue."
+    assert said == [words, f"{words} rank 1 (pid 7) died with SIGKILL during all_reduce #3."]
+
+
+# --- the communicator ------------------------------------------------------------------------------------------
+
+
+def work(say, rank: int, folder: str) -> None:
+    stand_in(CpuPlatform())
+    torch.set_num_threads(1)
+    dist.init_process_group("symcomm", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    made = importlib.import_module("symcomm.integrations.vllm.communicator").Communicator
+    comm = made(dist.group.WORLD, device_group=dist.group.WORLD, unique_name="tp:0")
+    x = torch.arange(6.0).reshape(2, 3) + 100 * rank
+    found = {"all_reduce": comm.all_reduce(x.clone()), "gather": comm.gather(x, 0, -1)}
+    found |= {f"all_gather {dim}": comm.all_gather(x, dim) for dim in (0, 1, -1)}
+    square = torch.arange(16.0).reshape(4, 4) * (rank + 1)
+    found |= {f"reduce_scatter {dim}": comm.reduce_scatter(square, dim) for dim in (0, 1, -1)}
+    found["all_gatherv"] = comm.all_gatherv(x[: rank + 1], 0, [1, 2])
+    found["all_gatherv of two"] = comm.all_gatherv([x, x + 1], 0)[1]
+    found["reduce_scatterv"] = comm.reduce_scatterv(square, 0, [1, 3])
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        return comm.all_reduce(y * 2) + comm.all_gather(y, 1).sum()
+
+    found["compiled"] = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    found["not compiled"] = layer(x)
+    sent = {"hidden": x.t(), "name": "stage", "empty": torch.empty(0, 3), "ids": torch.arange(5)}
+    if rank == 0:
+        comm.send_tensor_dict(sent, 1)
+    else:
+        got = comm.recv_tensor_dict(0)
+        found["order"], found["got"] = (
+            list(got),
+            [got["hidden"].tolist(), got["name"], list(got["empty"].shape), got["ids"].tolist()],
+        )
+    found["supports"] = comm.supports_tensor_dict
+    say({name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in found.items()})
+    dist.barrier()
+    comm.destroy()
+
+
+def test_the_communicator_is_right(tmp_path: Path):
+    with children() as start:
+        ranks = [start(work, rank, str(tmp_path)) for rank in range(2)]
+        one, two = (child.hear(90) for child in ranks)
+    x = [torch.arange(6.0).reshape(2, 3) + 100 * rank for rank in range(2)]
+    square = torch.arange(16.0).reshape(4, 4) * 3
+    for rank, found in enumerate((one, two)):
+        assert found["all_reduce"] == (x[0] + x[1]).tolist()
+        assert found["gather"] == (torch.cat(x, -1).tolist() if rank == 0 else None)
+        for dim in (0, 1, -1):
+            assert found[f"all_gather {dim}"] == torch.cat(x, dim).tolist()
+            assert found[f"reduce_scatter {dim}"] == square.chunk(2, dim)[rank].tolist()
+        assert found["all_gatherv"] == torch.cat([x[0][:1], x[1][:2]]).tolist()
+        assert found["all_gatherv of two"] == (torch.cat(x) + 1).tolist()
+        assert found["reduce_scatterv"] == square.split([1, 3])[rank].tolist()
+        assert found["compiled"] == found["not compiled"] and found["supports"] is True
+    assert two["order"] == ["hidden", "name", "empty", "ids"]
+    hidden, name, shape, ids = two["got"]
+    assert (hidden, name, shape, ids) == (x[0].t().tolist(), "stage", [0, 3], [*range(5)])
