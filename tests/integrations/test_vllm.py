@@ -78,9 +78,9 @@ def in_a_child(function, *args):
         return said
 
 
-def registered(version: str, environment: dict[str, str]) -> tuple:
+def registered(version: str, wanted: str) -> tuple:
     stand_in(CpuPlatform())
-    os.environ.update(environment)
+    os.environ["SYMCOMM_VLLM"] = wanted
     plugin._vllm_version = lambda: version
     import warnings
 
@@ -100,15 +100,16 @@ def test_vllm_finds_the_plugin():
 
 
 def test_groups_become_ours():
-    assert in_a_child(registered, "0.32.0", {}) == ("symcomm", plugin.COMMUNICATOR, [])
+    assert in_a_child(registered, "0.32.0", "1") == ("symcomm", plugin.COMMUNICATOR, [])
 
 
-def test_a_variable_turns_it_off():
-    assert in_a_child(registered, "0.32.0", {"SYMCOMM_VLLM": "0"}) == ("gloo", "vllm's own", [])
+@pytest.mark.parametrize("wanted", ["", "0"])
+def test_it_waits_to_be_asked(wanted: str):
+    assert in_a_child(registered, "0.32.0", wanted) == ("gloo", "vllm's own", [])
 
 
 def test_an_unknown_version_goes_its_own_way_and_is_told_so():
-    backend, communicator, warned = in_a_child(registered, "0.99.1", {})
+    backend, communicator, warned = in_a_child(registered, "0.99.1", "1")
     assert (backend, communicator) == ("gloo", "vllm's own")
     assert warned[0].startswith("symcomm: vLLM 0.99.1 is not among those that were tested")
 
@@ -116,6 +117,7 @@ def test_an_unknown_version_goes_its_own_way_and_is_told_so():
 def test_the_client_hears_what_a_worker_said():
     def client() -> list[str]:
         stand_in(CpuPlatform())
+        os.environ["SYMCOMM_VLLM"] = "1"
         plugin._vllm_version = lambda: "0.32.0"
         plugin.register()
         quiet = str(EngineDeadError())

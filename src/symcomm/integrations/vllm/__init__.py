@@ -19,9 +19,8 @@ log = logging.getLogger("vllm.symcomm")  # vLLM shows what its own loggers say
 
 
 def register() -> None:
-    """Make vLLM's parallel groups of CPU ranks Symcomm's. Does nothing where ``SYMCOMM_VLLM=0`` or vLLM runs on
-    anything but CPUs."""
-    if os.environ.get(VARIABLE, "1").lower() in ("0", "off", "no", "false"):
+    """Make vLLM's parallel groups of CPU ranks Symcomm's, where ``SYMCOMM_VLLM=1`` asks for that."""
+    if os.environ.get(VARIABLE, "").lower() not in ("1", "on", "yes", "true"):
         return
     platform = _cpu_platform()
     if platform is None or platform.get_device_communicator_cls() == COMMUNICATOR:
@@ -40,7 +39,7 @@ def register() -> None:
     replace(platform, "get_device_communicator_cls", classmethod(lambda cls: COMMUNICATOR))
     if last_words.listen():
         last_words.tell_clients()
-        log.info("symcomm: groups of CPU ranks are Symcomm's (%s=0: vLLM's own).", VARIABLE)
+        log.info("symcomm: groups of CPU ranks are Symcomm's, since %s is set.", VARIABLE)
 
 
 def _cpu_platform() -> Any:
