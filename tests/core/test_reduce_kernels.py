@@ -51,6 +51,7 @@ def label(value: object) -> str:
 def reduce(dtype, op, sources, factor=1.0, out=None):
     count = sources[0].numel()
     out = torch.empty(count, dtype=torch_dtype(dtype)) if out is None else out
+    factor = factor if op == RedOpType.PREMUL_SUM else 1.0
     native.reduce(dtype, op, out.data_ptr(), [s.data_ptr() for s in sources], count, factor)
     return out
 
@@ -151,10 +152,10 @@ def test_in_place_on_each_source(dtype, op):
 @pytest.mark.parametrize(("dtype", "op"), DEFINED, ids=label)
 def test_any_address_and_any_cut_give_the_same_bits(dtype, op):
     """At odd addresses, whole and in two pieces, without a byte written outside."""
-    size, count = dtype.itemsize, 4097
+    size, count, factor = dtype.itemsize, 4097, 3.0 if op == RedOpType.PREMUL_SUM else 1.0
     for n in (2, 5):
         sources = [moderate(dtype, count, seed=s) for s in range(n)]
-        want = reduce(dtype, op, sources, 3.0).view(torch.uint8)
+        want = reduce(dtype, op, sources, factor).view(torch.uint8)
         shifted = []
         for s, source in enumerate(sources):
             buffer = torch.zeros(count * size + 64, dtype=torch.uint8)
@@ -164,7 +165,7 @@ def test_any_address_and_any_cut_give_the_same_bits(dtype, op):
             out = torch.full((count * size + 64,), 0xA5, dtype=torch.uint8)
             for start, stop in ((0, cut), (cut, count)):
                 addresses = [b.data_ptr() + shift + start * size for b, shift in shifted]
-                native.reduce(dtype, op, out.data_ptr() + 3 + start * size, addresses, stop - start, 3.0)
+                native.reduce(dtype, op, out.data_ptr() + 3 + start * size, addresses, stop - start, factor)
             assert torch.equal(out[3 : 3 + count * size], want)
             assert (out[:3] == 0xA5).all()
             assert (out[3 + count * size :] == 0xA5).all()
@@ -238,6 +239,26 @@ def test_integer_factors(factor, int8, uint64):
         assert reduce(dtype, RedOpType.PREMUL_SUM, [one], factor).tolist() == [want] * 3
 
 
+@pytest.mark.parametrize("dtype", [d for d in DType if (d, RedOpType.AVG) in DEFINED and d != DType.BOOL], ids=label)
+@pytest.mark.parametrize("by", [2.0, 3.0, 6.0, 8.0])
+def test_averages_of_sums(dtype, by):
+    """Sources that are sums of others say by how many in all to divide."""
+    sources = [torch.tensor([0, 6, 24]).to(torch_dtype(dtype)) for _ in range(2)]
+    out = torch.empty_like(sources[0])
+    native.reduce(dtype, RedOpType.AVG, out.data_ptr(), [s.data_ptr() for s in sources], 3, by)
+    exact = torch.tensor([0, 12, 48], dtype=torch.float64) / by
+    want = exact.trunc() if dtype in INTEGERS else exact
+    assert torch.equal(out, want.to(out.dtype))
+
+
+@pytest.mark.parametrize("by", [1.0, 0.5, -3.0, float("nan"), float("inf"), 1e300])
+def test_what_is_no_number_of_sources_is_not_divided_by(by):
+    ones = [torch.full((3,), 5.0) for _ in range(5)]
+    out = torch.empty(3)
+    native.reduce(DType.FLOAT32, RedOpType.AVG, out.data_ptr(), [s.data_ptr() for s in ones], 3, by)
+    assert out.tolist() == [5.0] * 3
+
+
 # --- sets of kernels -------------------------------------------------------------------------------------------
 
 SETS, CHOSEN = native.reduce_sets()
@@ -261,7 +282,7 @@ def misplaced(tensor: torch.Tensor, shift: int) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize(("dtype", "op"), DEFINED, ids=label)
 def test_every_length_at_every_place(kernels, dtype, op):
     """Each element is on its own: a shorter reduction is the beginning of a longer one, and writes no more."""
-    factor, size = 3.0 if dtype in INTEGERS else 0.37, dtype.itemsize
+    factor, size = (3.0 if dtype in INTEGERS else 0.37) if op == RedOpType.PREMUL_SUM else 1.0, dtype.itemsize
     make = moderate if dtype in COMPLEX and op == RedOpType.PRODUCT else random_bits
     for n, shift in ((1, 0), (2, 1), (2, 16), (3, 7), (4, 3), (5, 0)):
         sources = [make(dtype, MOST, seed=31 * n + s) for s in range(n)]

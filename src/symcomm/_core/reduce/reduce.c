@@ -83,8 +83,8 @@ int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int
     if (op == RED_PREMUL_SUM) { /* of all NaNs the one without a payload, see bfloat16_encode */
         scalar = (struct reduce_scalar){factor == factor ? factor : (double)NAN, integer_of(factor)};
     } else if (op == RED_AVG) {
-        scalar.real = factor > 1 ? factor : n_sources;
-        const uint64_t by = (uint64_t)scalar.real;
+        const uint64_t by = factor > 1 && factor < 0x1p53 ? (uint64_t)factor : (uint64_t)n_sources;
+        scalar.real = (double)by;
         if (types[dtype].floating && (by & (by - 1)) == 0) {
             scalar.real = 1.0 / (double)by;
             entry = &types[dtype].ops[RED_MEAN];
