@@ -117,7 +117,7 @@ def before_it_says_that_it_has_built(act: Act) -> None:
 
 
 def before_hosts_connect(act: Act) -> None:
-    around(GlooEngine, "_make_group", before=act)
+    around(GlooEngine, "_join", before=act)
 
 
 STEPS = [

@@ -192,10 +192,9 @@ class SymcommSide(TorchSide):
     def joined(cls, args: SimpleNamespace) -> SymcommSide:
         os.environ["SYMCOMM_HEAP"] = "1"  # only series "heap" uses that memory
         import symcomm
-        from symcomm.torch_backend.register import autoload
+        from symcomm.torch_backend import torch_patches
 
-        autoload()  # torch calls it where the package is installed
-
+        torch_patches.apply("cpu_allocator")  # where torch was loaded before, or does not load us
         store = symcomm.FileStore(args.store, args.world)
         return cls(symcomm.init(store=store, rank=args.rank, world_size=args.world, timeout=GROUP_TIMEOUT))
 
