@@ -102,7 +102,11 @@ def blocks(node: Any, ours: Callable[[Any], Any]) -> bool:
 
 
 def _blocks(node: Any, group: Any) -> bool:
-    if node.target._opname not in _CAN_BLOCK or not waits_of(node):  # no waits: they are in another graph
+    if node.target._opname not in _CAN_BLOCK:
+        return False
+    if _is_copied_at_the_end(node):
+        return True
+    if not waits_of(node):  # they are in another graph
         return False
     chosen = options.current()
     if chosen.block is not None:
@@ -112,6 +116,15 @@ def _blocks(node: Any, group: Any) -> bool:
     nbytes = sum(cost.tensor_bytes(n.meta.get("val")) for n in node.all_input_nodes)
     gain = min(cost.collective_us(nbytes, group.size()), _independent_us(node))
     return gain <= (0.0 if chosen.overlap else cost.HANDOFF_US)
+
+
+def _is_copied_at_the_end(node: Any) -> bool:
+    """Whether a result that the graph returns as it is before its wait has other strides than Inductor's buffers: it
+    is copied when the graph returns it, and must be there by then."""
+    results = [node, *(user for user in node.users if is_getitem(user))]
+    leaves = [one for one in results if any(user.op == "output" for user in one.users)]
+    values = [one.meta.get("val") for one in leaves]
+    return any(isinstance(value, torch.Tensor) and not value.is_contiguous() for value in values)
 
 
 def _independent_us(node: Any) -> float:

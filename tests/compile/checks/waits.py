@@ -72,6 +72,18 @@ def awaited_here_and_elsewhere(rank: int) -> None:
 
 
 @check
+def results_of_other_strides_are_there_before_they_are_copied(rank: int) -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        first, second = c.all_reduce_coalesced([a, b], "max", "0")
+        return [first, second, wait(second) * 2]
+
+    given = [torch.randn(300, 800).t() for _ in range(2)]
+    for _ in range(5):
+        _as_eager(function, *given, block=False)
+        _as_eager(lambda a, b: _launched(a, b)[-6:], *given, block=False)
+
+
+@check
 def results_are_not_written_over(rank: int) -> None:
     """torch lets a collective write its input where nobody reads that afterwards; but somebody reads the result."""
 
