@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,17 @@ def test_options(monkeypatch: pytest.MonkeyPatch):
         assert inner is options.current() and inner.fuse is False and inner.overlap is None
         assert inner.key() != chosen.key()
     assert options.current() is chosen
+
+
+def test_code_that_other_sources_generated_is_other_code(tmp_path: Path):
+    """Inductor keeps generated code on disk; an older lowering's must not run after it was mended."""
+    from symcomm.compile import options
+
+    for name, text in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lowering.py").write_text(text)
+    a, b, c = (options.digest(tmp_path / name) for name in "abc")
+    assert a == b != c
 
 
 def test_bad_options(monkeypatch: pytest.MonkeyPatch):

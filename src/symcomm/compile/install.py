@@ -13,6 +13,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from symcomm.undo import Switch, Undo, all_of, replace, replace_item
@@ -134,7 +135,6 @@ def _with_our_key(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _key() -> str:
     import torch.distributed as dist
 
-    from symcomm import __version__
     from symcomm.compile import cost, options, report
 
     if not dist.is_initialized():
@@ -145,4 +145,4 @@ def _key() -> str:
     chosen = f"{options.current().key()} {cost.bucket_bytes()}"
     if report.is_debugging():  # a graph from the cache would report nothing
         chosen += os.urandom(8).hex()
-    return f"{__version__} {chosen} {sorted(ours)} {idle}" if ours else ""
+    return f"{options.digest(Path(__file__).parent)} {chosen} {sorted(ours)} {idle}" if ours else ""

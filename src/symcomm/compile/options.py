@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 from symcomm import errors
 
@@ -65,3 +68,9 @@ def configure(**changes: bool | None) -> Iterator[Options]:
         yield _current[-1]
     finally:
         _current.pop()
+
+
+@functools.cache
+def digest(folder: Path) -> str:
+    """Of the sources there, for the compiler's caches: what another version of them generated is other code."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()

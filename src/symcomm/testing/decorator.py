@@ -65,7 +65,7 @@ def ranks(
 
                 pytest.skip(str(skip))
 
-        on_ranks.__dict__.pop("__wrapped__", None)  # whose signature pytest would take
+        del on_ranks.__wrapped__  # whose signature pytest would take
         if first.name == "self":
             kept = [first, *others[1:]]
         else:
