@@ -280,3 +280,11 @@ def test_other_shortages_are_named(monkeypatch, number):
     monkeypatch.setattr(socket, "send_fds", refuse)
     for result in meet(2, lambda rank, info: None, timeout=3.0):
         assert isinstance(result, errors.ResourceError) and os.strerror(number) in str(result)
+
+
+def test_a_late_rank_of_one_host_among_several_is_named_by_its_number_among_all():
+    arena = arena_module.current_arena()
+    infos = [{"nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "number": number} for number in (2, 3)]
+    with share._listen() as listener, pytest.raises(errors.DeadlineError, match="rank 3 did not come") as late:
+        share._pass_descriptors(0, arena, listener, infos, share.Deadline(0.1, None))
+    assert late.value.missing == [3]

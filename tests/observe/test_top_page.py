@@ -190,7 +190,10 @@ def test_a_narrow_terminal_keeps_what_matters(width: int, first: str, kept: list
         (("17", "--simulate", "4"), "JOB must be left out with --simulate"),
         (("--stuck", "1"), "--stuck must be left out without --simulate"),
         (("--simulate", "2", "--port", "70000"), "--port must be 0 to 65535, got 70000"),
-        (("--simulate", "2", "--terminal"), "--terminal draws on a terminal, and the output is none; add --once"),
+        (
+            ("--simulate", "2", "--terminal"),
+            "--terminal needs a terminal to draw on; add --once to print the page once",
+        ),
     ],
 )
 def test_bad_arguments(arguments, words):

@@ -77,7 +77,7 @@ def top(
     """
     if terminal and not once and not sys.stdout.isatty():
         raise errors.BadArgumentError(
-            "symcomm top: --terminal draws on a terminal, and the output is none; add --once to print once."
+            "symcomm top: --terminal needs a terminal to draw on; add --once to print the page once."
         )
     live = Live(make_feed(job, server, simulate, straggler, stuck))
     if terminal:

@@ -146,7 +146,7 @@ class HostArenas:
         """Map the arenas of this host's ranks. ``sockets``: what each of all ranks gave."""
         found, arena = self._found, current_arena()
         if not found.is_mapped:
-            infos = [{**found.infos[r], "socket": sockets[self.ranks[0]]} for r in self.ranks]
+            infos = [{**found.infos[r], "socket": sockets[self.ranks[0]], "number": r} for r in self.ranks]
             found.held.extend(_pass_descriptors(self._rank, arena, self._listener, infos, deadline))
             arena.unlink()
         return _prove(found.infos, self.ranks)
@@ -270,10 +270,15 @@ def _pass_descriptors(
         if isinstance(error, errors.SymcommError):
             raise
         if isinstance(error, OSError) and error.errno in SHORTAGES:
-            raise _shortage("exchange of arenas", rank, error) from error
+            raise _shortage("exchange of arenas", _name(infos, rank), error) from error
         deadline.await_reason()
-        missing = getattr(error, "missing", [0] if rank else [])
+        missing = [_name(infos, r) for r in getattr(error, "missing", [0] if rank else [])]
         raise errors.deadline("exchange of arenas", deadline.seconds, missing=missing) from error
+
+
+def _name(infos: Sequence[dict[str, Any]], rank: int) -> int:
+    """The number by which users know a rank of this host: its number among the ranks of all hosts."""
+    return infos[rank].get("number", rank)
 
 
 def _shortage(what: str, rank: int | None, error: OSError) -> errors.ResourceError:
@@ -331,7 +336,7 @@ class _DescriptorServer:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, OSError) and error.errno in SHORTAGES:
-            error = _shortage("exchange of arenas", 0, error)
+            error = _shortage("exchange of arenas", _name(self._infos, 0), error)
         for sock in self._ranks.values():
             _apologize(sock, error)
         for fd in self._descriptors.values():
@@ -432,7 +437,7 @@ def _join(rank: int, arena: Arena, infos: Sequence[dict[str, Any]], deadline: De
             peers = _receive_all(sock, infos, deadline)
         except (OSError, errors.SymcommError) as error:
             if isinstance(error, OSError) and error.errno in SHORTAGES:
-                error = _shortage("exchange of arenas", rank, error)
+                error = _shortage("exchange of arenas", _name(infos, rank), error)
             _apologize(sock, error)
             raise error from None
         sock.send(DONE)
