@@ -64,7 +64,7 @@ def values(rank: int) -> list[list[float]]:
 def compiled(rank: int) -> list[list[float]]:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]) * (10 if rank else 1)
     run = torch.compile(every_operator, backend="aot_eager", fullgraph=True)
-    with torch._dynamo.config.patch(optimize_ddp=False):  # forked while another thread was in DDP's forward
+    with torch._dynamo.config.patch(optimize_ddp=False):  # of use to DDP only, of which earlier tests may leave traces
         return [each.tolist() for each in run(x)] + [x.tolist()]
 
 

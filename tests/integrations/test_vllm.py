@@ -154,7 +154,7 @@ def work(say, rank: int, folder: str) -> None:
     def layer(y: torch.Tensor) -> torch.Tensor:
         return comm.all_reduce(y * 2) + comm.all_gather(y, 1).sum()
 
-    with torch._dynamo.config.patch(optimize_ddp=False):  # forked while another thread was in DDP's forward
+    with torch._dynamo.config.patch(optimize_ddp=False):  # of use to DDP only, of which earlier tests may leave traces
         found["compiled"] = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
     found["not compiled"] = layer(x)
     sent = {"hidden": x.t(), "name": "stage", "empty": torch.empty(0, 3), "ids": torch.arange(5)}
