@@ -56,7 +56,7 @@ def test_readers_see_the_newest_and_wait_for_the_next():
         assert found.version == 8 and is_whole(found)
 
 
-@pytest.mark.parametrize("version", [3, 0, "x"])
+@pytest.mark.parametrize("version", [3, 0, "x", True, 4.5])
 def test_versions_grow(version):
     with symcomm.Board() as board:
         board.publish({}, version=3)

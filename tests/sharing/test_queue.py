@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import symcomm
@@ -150,7 +151,7 @@ def test_the_first_message_waits_for_readers():
 
 def test_names_are_one_writers():
     name = new_name()
-    with symcomm.Queue(name), pytest.raises(errors.CallerError, match=rf"another process has it \(pid {os.getpid()}\)"):
+    with symcomm.Queue(name), pytest.raises(errors.CallerError, match=rf"the name is taken \(pid {os.getpid()}\)"):
         symcomm.Queue(name)
     symcomm.Queue(name).close()
 
@@ -193,12 +194,36 @@ def test_descriptors_that_are_none_are_refused(tmp_path):
         symcomm.QueueReader(board.fileno())
 
 
-@pytest.mark.parametrize(
-    "options", [{"name": ""}, {"name": 3}, {"capacity": 0}, {"readers": -1}, {"readers": 64}, {"timeout": -1}]
-)
-def test_bad_arguments(options: dict):
-    with pytest.raises(errors.BadArgumentError):
-        symcomm.Queue(**options)
+BAD = {
+    "name": ["", 3],
+    "capacity": [0, True, 2.5, "1", 1 << 70],
+    "readers": [-1, 64, True, "1"],
+    "timeout": [-1, True, "1"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_bad_arguments(name: str, value):
+    with pytest.raises(errors.BadArgumentError, match=name):
+        symcomm.Queue(**{name: value})
+
+
+@pytest.mark.parametrize("count", [-1, 64, True, "x", None, 1.0])
+def test_counts_of_readers_that_are_none(count):
+    with symcomm.Queue() as queue, symcomm.Board() as board:
+        for end in (queue, board):
+            with pytest.raises(errors.BadArgumentError, match="count must be a number from 0 to 63"):
+                end.await_readers(count, timeout=0)
+            end.await_readers(0, timeout=0)
+
+
+def test_numbers_may_be_numpys():
+    with symcomm.Queue(capacity=np.int64(LONG), readers=np.uint8(1)) as queue:
+        assert queue.capacity == LONG
+        with pytest.raises(errors.DeadlineError, match="There are 0 of 1"):
+            queue.await_readers(np.int32(1), timeout=0)
+    with symcomm.Board() as board:
+        assert board.publish({}, version=np.int64(11)) == 11
 
 
 def test_closed_ends_say_so():

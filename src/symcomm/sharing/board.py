@@ -12,7 +12,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.memory.limits import format_bytes
-from symcomm.sharing.door import Door, ask, check_name, token_or_job_token
+from symcomm.sharing.ends import ReaderEnd, WriterEnd, check_number
 from symcomm.sharing.messages import PICKLE_IN_PART, Message, from_part
 from symcomm.sharing.region import (
     DEAD,
@@ -20,17 +20,9 @@ from symcomm.sharing.region import (
     OK,
     TIMEOUT,
     Clock,
-    ReaderRegion,
-    Turn,
-    WriterRegion,
-    duplicate,
     named,
     physical_room,
 )
-
-KIND = "board"
-CONTROL_BYTES = native.REGION_CONTROL_BYTES
-LOOK_FOR_WRITER = 0.05
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ class Snapshot:
     state: Any
 
 
-class Board:
+class Board(WriterEnd):
     """The writer's end. Readers are ``BoardReader(name)`` in any process of this user and host.
 
     Args:
@@ -52,16 +44,13 @@ class Board:
 
     Raises: BadArgumentError, CallerError if the name is taken, ResourceError."""
 
+    KIND, REGION = "board", native.REGION_BOARD
+
     def __init__(self, name: str | None = None, *, token: str | None = None):
-        if name is not None:
-            check_name("Board", name)
-        self.name, self.version = name, 0
-        whose = f"board {name!r}" if name else "the board"
-        self._region = WriterRegion(whose, native.REGION_BOARD, CONTROL_BYTES, physical_room())
-        self._turn = Turn(whose)
+        self.version = 0
         self._up: list[_Place] = []  # versions that readers may hold; the last is the newest
         self._spare: _Place | None = None  # memory whose pages exist, for the next
-        self._door = Door(KIND, name, self._region.fd, token_or_job_token(token)) if name else None
+        super().__init__(name, physical_room(), TIMEOUT, token)
 
     def publish(self, state: Any, version: int | None = None) -> int:
         """Put up ``state``, such as ``model.state_dict()``, as the newest version, and return its number: ``version``,
@@ -71,9 +60,9 @@ class Board:
 
         Raises: BadArgumentError, QueueClosedError after ``close()``, ResourceError if there is no memory for it beside
         the versions that readers hold."""
-        number = self.version + 1 if version is None else version
-        if not isinstance(number, int) or number <= self.version:
-            raise errors.bad_argument("publish", "version", version, f"a number above {self.version}, the last one")
+        least = self.version + 1
+        expected = f"a number above {self.version}, the last one"
+        number = least if version is None else check_number("publish", "version", version, least, None, expected)
         self._region.check_open("publish")
         message = Message((number, state), in_part=True)
         with self._turn.take("publish", Clock("publish", None, TIMEOUT)):
@@ -135,44 +124,6 @@ class Board:
             self._collect()
             return len(self._up)
 
-    @property
-    def readers(self) -> list[int]:
-        """The processes that read, one entry for each reader."""
-        return [pid for pid, _ in self._region.readers.values()]
-
-    def await_readers(self, count: int, timeout: float | None = None) -> None:
-        """Wait until there are so many.
-
-        Raises: DeadlineError, QueueClosedError, BadArgumentError."""
-        clock = Clock("await_readers", timeout, TIMEOUT)
-        self._region.check_open("await_readers")
-        with self._turn.take("await_readers", clock):
-            self._region.await_readers(count, clock, self._region.drop_gone)
-
-    def fileno(self) -> int:
-        """The descriptor that ``BoardReader`` takes in a process that has inherited or been sent it.
-
-        Raises: nothing."""
-        return self._region.fd
-
-    def close(self) -> None:
-        """Readers keep what they have.
-
-        Raises: nothing."""
-        if self._door is not None:
-            self._door.close()
-        self._region.close()
-
-    def __enter__(self) -> Board:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if door := getattr(self, "_door", None):
-            door.close()
-
 
 @dataclass(frozen=True)
 class _Place:
@@ -181,7 +132,7 @@ class _Place:
     nbytes: int
 
 
-class BoardReader:
+class BoardReader(ReaderEnd):
     """A reader's end.
 
     Args:
@@ -192,27 +143,12 @@ class BoardReader:
     Raises: BadArgumentError, DeadlineError if nobody opens the name, CallerError if the token is another,
     ResourceError."""
 
+    KIND, REGION = "board", native.REGION_BOARD
+
     def __init__(self, source: str | int, *, timeout: float = TIMEOUT, token: str | None = None):
-        Clock("BoardReader", timeout, timeout)
-        self._timeout, self._name, self._token = timeout, "", token_or_job_token(token)
-        if isinstance(source, int) and not isinstance(source, bool):
-            self._region = ReaderRegion(
-                "the board", duplicate("BoardReader", source), native.REGION_BOARD, CONTROL_BYTES
-            )
-        else:
-            self._name = check_name("BoardReader", source)
-            self._region = self._open(timeout)
+        super().__init__(source, timeout=timeout, token=token)
         self._seen = (self._region, 0)  # what newest() gave last: the writer's memory, and its number there
         self._snapshot: Snapshot | None = None
-
-    def _open(self, seconds: float) -> ReaderRegion:
-        fd = ask(KIND, self._name, self._token, seconds)
-        return ReaderRegion(f"board {self._name!r}", fd, native.REGION_BOARD, CONTROL_BYTES)
-
-    @property
-    def writer(self) -> int:
-        """The process that writes, or wrote last."""
-        return self._region.writer
 
     def newest(self) -> Snapshot | None:
         """The newest version, mapped in well under a millisecond; None before the first. Where the writer is gone, what
@@ -287,14 +223,5 @@ class BoardReader:
             raise errors.deadline(f"wait on {whose}", clock.seconds, fix=fix[0].upper() + fix[1:])
 
     def close(self) -> None:
-        """What was read stays.
-
-        Raises: nothing."""
         self._snapshot = None
-        self._region.close()
-
-    def __enter__(self) -> BoardReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()

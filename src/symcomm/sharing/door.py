@@ -65,7 +65,7 @@ class Door:
             self._listener.bind(_address(kind, name))
         except OSError as error:
             self._listener.close()
-            raise errors.CallerError(f"{kind} {name!r}: another process has it{_owner(kind, name)}.") from error
+            raise errors.CallerError(f"{kind} {name!r}: the name is taken{_owner(kind, name)}.") from error
         self._listener.listen(128)
         self._is_open = True
         _doors.add(self)

@@ -18,7 +18,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.memory.limits import format_bytes
-from symcomm.sharing.door import Door, ask, check_name, token_or_job_token
+from symcomm.sharing.ends import MOST_BYTES, ReaderEnd, WriterEnd, check_number
 from symcomm.sharing.messages import Message, from_part, from_slot
 from symcomm.sharing.region import (
     DEAD,
@@ -27,23 +27,20 @@ from symcomm.sharing.region import (
     SLOW,
     TIMEOUT,
     Clock,
-    ReaderRegion,
     Turn,
     WriterRegion,
-    duplicate,
     named,
     state_of,
 )
 
-KIND = "queue"
-CONTROL_BYTES = native.REGION_CONTROL_BYTES + native.QUEUE_BYTES
+QUEUE_CONTROL_BYTES = native.REGION_CONTROL_BYTES + native.QUEUE_BYTES
 CAPACITY = 256 << 20
 LOOK_FOR_CANCEL = 0.05  # seconds
 
 log = logging.getLogger("symcomm.sharing")
 
 
-class Queue:
+class Queue(WriterEnd):
     """The writer's end of a queue. Readers are ``QueueReader(name)`` in any process of this user and host.
 
     Args:
@@ -55,6 +52,8 @@ class Queue:
 
     Raises: BadArgumentError, CallerError if the name is taken, ResourceError."""
 
+    KIND, REGION, CONTROL_BYTES = "queue", native.REGION_QUEUE, QUEUE_CONTROL_BYTES
+
     def __init__(
         self,
         name: str | None = None,
@@ -64,22 +63,12 @@ class Queue:
         timeout: float = TIMEOUT,
         token: str | None = None,
     ):
-        if name is not None:
-            check_name("Queue", name)
-        if not isinstance(capacity, int) or capacity < 1:
-            raise errors.bad_argument("Queue", "capacity", capacity, "a number of bytes")
-        if not isinstance(readers, int) or not 0 <= readers <= native.REGION_READERS:
-            raise errors.bad_argument("Queue", "readers", readers, f"a number up to {native.REGION_READERS}")
         Clock("Queue", timeout, timeout)
-        self.name, self.capacity, self._timeout = name, capacity, timeout
-        whose = f"queue {name!r}" if name else "the queue"
-        self._region = WriterRegion(whose, native.REGION_QUEUE, CONTROL_BYTES, capacity)
-        self._turn = Turn(whose)
-        self._least = readers
+        self.capacity = check_number("Queue", "capacity", capacity, 1, MOST_BYTES, "a number of bytes")
+        most = native.REGION_READERS
+        self._least = check_number("Queue", "readers", readers, 0, most, f"a number from 0 to {most}")
         self._lent: list[tuple[int, int]] = []  # parts and their offsets
-        self._door = Door(KIND, name, self._region.fd, token_or_job_token(token)) if name else None
-
-    # --- sending --------------------------------------------------------------------------------------------------
+        super().__init__(name, self.capacity, timeout, token)
 
     def put(self, obj: Any, timeout: float | None = None) -> None:
         """Send ``obj`` to every reader. Waits while the slowest has 64 messages or ``capacity`` bytes to read.
@@ -166,50 +155,10 @@ class Queue:
         Raises: as ``put``."""
         await asyncio.get_running_loop().run_in_executor(_threads(), self.put, obj, timeout)
 
-    # --- looking --------------------------------------------------------------------------------------------------
-
-    @property
-    def readers(self) -> list[int]:
-        """The processes that read, one entry for each reader."""
-        return [pid for pid, _ in self._region.readers.values()]
-
     @property
     def backlog(self) -> dict[int, int]:
         """How many messages each reading process has not taken."""
         return self._region.backlog
-
-    def await_readers(self, count: int, timeout: float | None = None) -> None:
-        """Wait until there are so many.
-
-        Raises: ProcessDiedError, DeadlineError, QueueClosedError, BadArgumentError."""
-        clock = Clock("await_readers", timeout, self._timeout)
-        self._region.check_open("await_readers")
-        with self._turn.take("await_readers", clock):
-            self._region.await_readers(count, clock, lambda: self._drop_gone("await_readers"))
-
-    def fileno(self) -> int:
-        """The descriptor that ``QueueReader`` takes in a process that has inherited or been sent it.
-
-        Raises: nothing."""
-        return self._region.fd
-
-    def close(self) -> None:
-        """Readers get what was sent, and then QueueClosedError. Nothing is left once they have closed, too.
-
-        Raises: nothing."""
-        if self._door is not None:
-            self._door.close()
-        self._region.close()
-
-    def __enter__(self) -> Queue:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if door := getattr(self, "_door", None):
-            door.close()
 
 
 class _Waiting:
@@ -236,7 +185,7 @@ class _Waiting:
             log.warning("symcomm: put on %s has waited 1 s %s%s.", whose, who, holds)
 
 
-class QueueReader:
+class QueueReader(ReaderEnd):
     """A reader's end: gets every message that is sent from the moment on at which it is there.
 
     Args:
@@ -247,22 +196,12 @@ class QueueReader:
     Raises: BadArgumentError, DeadlineError if nobody opens the name, CallerError if the token is another,
     ResourceError."""
 
-    def __init__(self, source: str | int, *, timeout: float = TIMEOUT, token: str | None = None):
-        Clock("QueueReader", timeout, timeout)
-        if isinstance(source, int) and not isinstance(source, bool):
-            whose, fd = "the queue", duplicate("QueueReader", source)
-        else:
-            name = check_name("QueueReader", source)
-            whose, fd = f"queue {name!r}", ask(KIND, name, token_or_job_token(token), timeout)
-        self._timeout = timeout
-        self._region = ReaderRegion(whose, fd, native.REGION_QUEUE, CONTROL_BYTES)
-        self._turn = Turn(whose)
-        self.taken = 0
+    KIND, REGION, CONTROL_BYTES = "queue", native.REGION_QUEUE, QUEUE_CONTROL_BYTES
 
-    @property
-    def writer(self) -> int:
-        """The process that writes."""
-        return self._region.writer
+    def __init__(self, source: str | int, *, timeout: float = TIMEOUT, token: str | None = None):
+        super().__init__(source, timeout=timeout, token=token)
+        self._turn = Turn(self._region.whose)
+        self.taken = 0
 
     def get(self, timeout: float | None = None) -> Any:
         """The next message. Tensors and arrays of 256 KiB and more are views of the writer's memory, which this process
@@ -347,18 +286,6 @@ class QueueReader:
             except errors.QueueClosedError:
                 return
             yield message
-
-    def close(self) -> None:
-        """The writer does not wait for this reader any more. What was taken stays.
-
-        Raises: nothing."""
-        self._region.close()
-
-    def __enter__(self) -> QueueReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 _executor: tuple[int, ThreadPoolExecutor] | None = None
