@@ -69,10 +69,10 @@ _PUBLIC = {
     "symcomm.group.default": (
         "init", "join", "destroy", "default_group", "is_initialized", "rank", "world_size",
         "all_gather", "all_gather_coalesced", "all_gather_object", "all_gather_single", "all_reduce",
-        "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch", "broadcast",
+        "all_reduce_coalesced", "all_reduce_shards", "all_to_all", "all_to_all_single", "barrier", "batch", "broadcast",
         "broadcast_object", "gather", "gather_object", "gather_single", "irecv", "isend", "monitored_barrier",
         "new_group", "new_window", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced",
-        "reduce_scatter_single", "scatter", "scatter_object", "send", "split",
+        "reduce_scatter_shards", "reduce_scatter_single", "scatter", "scatter_object", "send", "shard_range", "split",
     ),
 }  # fmt: skip
 _LAZY = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -124,6 +124,15 @@ class RedOpType(enum.IntEnum, metaclass=_OfNumbers):
         return ReduceOp(self, factor=factor)
 
 
+_IN_FLOAT32 = {DType.FLOAT16, DType.BFLOAT16, *(d for d in DType if d >= DType.FLOAT8_E4M3FN)}
+_ROUNDING = {RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM, RedOpType.PRODUCT}
+
+
+def kept_dtype(dtype: DType, op: RedOpType) -> DType:
+    """The type in which values of ``dtype`` are combined, before they are rounded once."""
+    return DType.FLOAT32 if dtype in _IN_FLOAT32 and op in _ROUNDING else dtype
+
+
 _FACTOR = "a number or a tensor with at least one element"
 _RedOpType = RedOpType  # ReduceOp has an attribute of that name
 

@@ -15,7 +15,6 @@ import typer
 
 from symcomm import errors
 from symcomm.cli.command import Command, flag
-from symcomm.types import DType, RedOpType
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 CALL = "symcomm bits"
@@ -40,7 +39,7 @@ class Row:
     wide: bool = False
 
     def must_agree(self, kind: str) -> bool:
-        return kind != "float16" or (self.ranks == SHARDS and (self.hosts == 1 or self.wide))
+        return kind != "float16" or self.hosts == 1 or self.wide
 
 
 @dataclass(frozen=True)
@@ -61,23 +60,24 @@ def values(shard: int, count: int, kind: str) -> Any:
 
 
 def on_rank(group: Any, kinds: Sequence[str]) -> dict[str, tuple[str, list[bytes]]]:
-    """By type: the hash of the sums, and this rank's pieces of them by reduce_scatter."""
+    """By type: the hash of the sums, and this rank's pieces of them by reduce_scatter. A rank with several shards makes
+    the calls for shards, a rank with one the plain ones."""
     import numpy as np
 
-    from symcomm._core import native
-
     found = {}
-    per = SHARDS // group.size
+    mine = group.shard_range(SHARDS)
     for kind in kinds:
         sums, pieces = hashlib.sha256(), []
         for count in COUNTS:
-            own = [values(group.rank * per + k, count, kind) for k in range(per)]
+            own = [values(shard, count, kind) for shard in mine]
             total: Any = np.empty(count, kind)
-            dtype = DType[kind.upper()]
-            native.reduce(dtype, RedOpType.SUM, total.ctypes.data, [part.ctypes.data for part in own], count)
             piece = np.empty(count // group.size, kind)
-            group.reduce_scatter_single(piece, total)
-            group.all_reduce(total)
+            if len(own) > 1:
+                group.all_reduce_shards(total, own, SHARDS)
+                group.reduce_scatter_shards(piece, own, SHARDS)
+            else:
+                group.reduce_scatter_single(piece, own[0])
+                group.all_reduce(total := own[0])
             sums.update(total.tobytes())
             pieces.append(piece.tobytes())
         found[kind] = sums.hexdigest(), pieces
@@ -99,15 +99,14 @@ def wide_sums(wanted: bool) -> Iterator[None]:
 def measure(row: Row) -> Outcome:
     from symcomm.group.spawn import spawn
 
-    kinds = TYPES if row.ranks == SHARDS else TYPES[:2]  # ranks would round their own sums of small floats
     hosts = None if row.hosts == 1 else [row.ranks // row.hosts] * row.hosts
     try:
         with wide_sums(row.wide):
-            ranks = spawn(on_rank, row.ranks, (kinds,), mode=row.mode, hosts=hosts, deadline=DEADLINE)
+            ranks = spawn(on_rank, row.ranks, (TYPES,), mode=row.mode, hosts=hosts, deadline=DEADLINE)
     except errors.ResourceError as error:  # no engine between hosts
         return Outcome(row, {}, str(error))
     hashes = {}
-    for kind in kinds:
+    for kind in TYPES:
         whole = hashlib.sha256()
         for k in range(len(COUNTS)):
             whole.update(b"".join(rank[kind][1][k] for rank in ranks))

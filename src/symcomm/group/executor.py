@@ -6,11 +6,11 @@ Those across hosts (symcomm.hierarchical) and on GPUs (symcomm.cuda) are sibling
 from __future__ import annotations
 
 import array
-import functools
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from symcomm import collectives, errors
@@ -143,10 +143,15 @@ class LocalExecutor(HostExecutor):
         self.state.handle.reserved(reach)
         self._reserved = max(self._reserved, reach)
 
-    def cached_plan(self, build: Callable[..., Plan], *args: Any) -> Any:
-        """The loaded plan for these arguments; plans are kept for the life of the group."""
-        make = functools.partial(build, self.state.rank, self.state.size, *args, limits=self.limits)
-        return self.kept_plan((build, args), lambda: self.load_plan(make()))
+    def cached_plan(self, build: Callable[..., Plan], *args: Any, shards: int = 0) -> Any:
+        """The loaded plan for these arguments; plans are kept for the life of the group. ``shards``: what ranks compare
+        in the place of a root."""
+
+        def load() -> Any:
+            plan = build(self.state.rank, self.state.size, *args, limits=self.limits)
+            return self.load_plan(replace(plan, root=shards) if shards else plan)
+
+        return self.kept_plan((build, args, shards), load)
 
     def _plan_of(self, request: Request) -> Any:
         op = request.op
@@ -159,7 +164,7 @@ class LocalExecutor(HostExecutor):
             args.append(request.root)
         if op.listed is not None:
             args.append(op.listed)
-        return self.cached_plan(getattr(collectives, op.plan), *args)
+        return self.cached_plan(getattr(collectives, op.plan), *args, shards=0 if op.rooted else request.root)
 
     # --- running ----------------------------------------------------------------------------------------------
 

@@ -106,6 +106,8 @@ def call_words(collective: Collective, dtype: int, redop: int, root: int, sizes:
         parts.append(RedOpType(redop).name)
     if collective in ROOTED:
         parts.append(f"root {root}")
+    elif collective in REDUCING and root:
+        parts.append(f"{root} shards")
     return f"{collective.label}({', '.join(parts)})"
 
 

@@ -21,12 +21,13 @@ from symcomm.group import hooks, object_calls
 from symcomm.group.call_hooks import GROUP_CALLS, CallHooks, HookMethods
 from symcomm.group.ephemeral import Extension
 from symcomm.group.executor import HostExecutor
-from symcomm.group.facade import GroupCalls
+from symcomm.group.facade import SUM, GroupCalls
 from symcomm.group.interception import Interception
 from symcomm.group.monitored_barrier import MonitoredBarriers
 from symcomm.group.p2p import ANY_SOURCE, Message, Messages
 from symcomm.group.refusal import Refusals
 from symcomm.group.request import Request
+from symcomm.group.shards import all_reduce_shards, reduce_scatter_shards, share_of
 from symcomm.group.state import GroupState
 from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.memory.arena import Arena, Peer
@@ -276,6 +277,33 @@ class ProcessGroup(GroupCalls, HookMethods):
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
         ResourceError."""
         return self.executor.run_plan(name, plan, inputs, outputs, async_op, timeout)
+
+    # --- logical shards ---------------------------------------------------------------------------------------
+
+    def shard_range(self, shards: int) -> range:
+        """Which of the job's ``shards`` logical shards are this rank's.
+
+        Raises: BadArgumentError unless every rank has equally many, a power of two (one rank: any number)."""
+        return share_of("shard_range", "shards", shards, self.rank, self.size)
+
+    def all_reduce_shards(
+        self, output: Any, inputs: Any, shards: int, op: Any = SUM, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """Combine the job's ``shards`` logical shards into ``output``: the same bits on any number of ranks.
+
+        ``inputs``: those of ``shard_range(shards)``, in a list, or one by one from an iterator, which may use the same
+        memory again. They are read during the call. See docs/explanation/bits.md.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        return self._go_on(-1, all_reduce_shards, (output, inputs, shards, op), async_op, timeout)
+
+    def reduce_scatter_shards(
+        self, output: Any, inputs: Any, shards: int, op: Any = SUM, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """Like all_reduce_shards; each shard is one piece per rank, and rank k gets the combination of all k-th pieces.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        return self._go_on(-1, reduce_scatter_shards, (output, inputs, shards, op), async_op, timeout)
 
     # --- messages ---------------------------------------------------------------------------------------------
 

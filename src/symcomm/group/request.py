@@ -61,7 +61,7 @@ class Request:
         self.sizes = sizes  # elements: of the tensor, or of each rank's piece, or of the pieces from each to each
         self.dtype = dtype
         self.redop = redop
-        self.root = root
+        self.root = root  # or, of an operation without one, the number of logical shards (shards.py)
         # detail, input and output by which the dispatch cache finds the call again; None: not at all
         self.key = None if redop is RedOpType.PREMUL_SUM else key
         self.call = call or name  # what errors name
@@ -160,7 +160,7 @@ def plain_op(op: Any) -> Any:
 
 def all_reduce(group: Caller, tensor: Any, op: Any) -> Request:
     view = group.views.write("all_reduce", "tensor", tensor)
-    redop, source = _reduction(group, "all_reduce", op, view)
+    redop, source = reduction_of(group, "all_reduce", op, view)
     return Request("all_reduce", [source], [view], [tensor], view.count, view.dtype, redop, key=(redop, tensor, tensor))
 
 
@@ -168,7 +168,7 @@ def reduce(group: Caller, tensor: Any, root: int, op: Any) -> Request:
     check_root(group, "reduce", root)
     is_root = group.rank == root
     view = (group.views.write if is_root else group.views.read)("reduce", "tensor", tensor)
-    redop, source = _reduction(group, "reduce", op, view)
+    redop, source = reduction_of(group, "reduce", op, view)
     outputs, key = [view] if is_root else [], (rooted(root, redop), tensor, tensor)
     return Request("reduce", [source], outputs, [tensor], view.count, view.dtype, redop, root, key)
 
@@ -178,7 +178,7 @@ def reduce_scatter_single(group: Caller, output: Any, input: Any, op: Any) -> Re
     source, out = group.views.read(call, "input", input), group.views.write(call, "output", output)
     dtype = _same_dtype(call, [source, out])
     _check_count(call, "input", source.count, out.count * group.size, f"{group.size} times output's")
-    redop, source = _reduction(group, call, op, source)
+    redop, source = reduction_of(group, call, op, source)
     sizes = (out.count,) * group.size
     return Request(call, [source], [out], [output], sizes, dtype, redop, key=(redop, input, output))
 
@@ -188,7 +188,7 @@ def reduce_scatter(group: Caller, output: Any, inputs: Any, op: Any) -> Request:
     out, pieces = group.views.write(call, "output", output), group.views.read_list(call, "inputs", inputs, group.size)
     dtype = _same_dtype(call, [out, *pieces])
     _check_count(call, "output", out.count, pieces[group.rank].count, f"that of inputs[{group.rank}]")
-    reductions = [_reduction(group, call, op, piece) for piece in pieces]
+    reductions = [reduction_of(group, call, op, piece) for piece in pieces]
     redop, sources = reductions[0][0], [source for _, source in reductions]
     sizes = tuple([piece.count for piece in pieces])
     return Request(call, sources, [out], [output], sizes, dtype, redop, key=(redop, inputs, output))
@@ -321,7 +321,7 @@ def check_root(group: Caller, call: str, root: Any) -> None:
         raise refuse(call, "root", root, f"a rank of this group, 0 to {group.size - 1}")
 
 
-def _reduction(group: Caller, call: str, op: Any, view: Any) -> tuple[RedOpType, Any]:
+def reduction_of(group: Caller, call: str, op: Any, view: Any) -> tuple[RedOpType, Any]:
     """The operation and what to read: for PREMUL_SUM the input times its factor, in a stand-in."""
     redop, factor = to_redop(call, op)
     if not native.reduce_defined(view.dtype, redop):

@@ -8,11 +8,9 @@ from typing import NamedTuple
 from symcomm._core import native
 from symcomm.hierarchical.operation import Operation
 from symcomm.hierarchical.topology import Layout
-from symcomm.types import DType, RedOpType
+from symcomm.types import DType, RedOpType, kept_dtype
 
 LARGE = {DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128}
-ADDED_IN_FLOAT32 = {DType.FLOAT16, DType.BFLOAT16, *(d for d in DType if d >= DType.FLOAT8_E4M3FN)}
-ROUNDING = {RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM, RedOpType.PRODUCT}
 
 
 class Levels(NamedTuple):
@@ -27,8 +25,7 @@ class Levels(NamedTuple):
 
     @classmethod
     def of(cls, redop: RedOpType, dtype: DType, layout: Layout) -> Levels:
-        is_wide = layout.wide_sums and dtype in ADDED_IN_FLOAT32 and redop in ROUNDING
-        kept = DType.FLOAT32 if is_wide else dtype
+        kept = kept_dtype(dtype, redop) if layout.wide_sums else dtype
         if redop is RedOpType.PREMUL_SUM:  # inputs are multiplied already
             return cls(RedOpType.SUM, RedOpType.SUM, 1, dtype, kept)
         if redop is not RedOpType.AVG:
