@@ -111,7 +111,7 @@ test-python: ## one wheel for every Python, tested without torch: PYTHON=python3
 	@cp -r tests examples docs pyproject.toml $(PYTHON_ENV)/checkout
 	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m tests.tools.side_by_side -n $(TESTERS) without_torch
 
-programs: $(BUILT) ## programs of others on Symcomm and on Gloo, each in an environment of its own: NAMES=torchft
+programs: $(BUILT) ## programs of others on Symcomm and on Gloo, in environments outside the checkout: NAMES="torchrec torchft"
 	@$(BIN)/python -m tests.programs.run $(abspath $(TORCH_ENVS)) $(NAMES)
 
 wheels: $(WHEELS_ENV)/.ready ## this platform's wheel and the source distribution, in build/dist, checked and tried

@@ -1,5 +1,12 @@
 """Real programs of others, on Symcomm and on Gloo in turns: `make programs`.
 
-One file a program, named as the program; each has VERSION, NEEDS (what pip installs, pinned) and
-``run(python, backend)``, which says in an Outcome what ran. Environments are outside the checkout, one after the other.
+Each file here is a program, except ``frame`` and ``run``. It has
+
+    VERSION         of what it tries
+    NEEDS           what pip installs for it, pinned
+    PARTS           what it runs: one row of the table each
+    main(backend)   runs them on every rank, and yields a Part as each is over
+
+and, where the usual is not right for it, what ``run.Program`` lists. What it tries is imported inside functions: the
+runner reads these names where it is not installed.
 """

@@ -1,39 +1,79 @@
-"""What the files of programs share."""
+"""What programs say of their parts, and what helps them. Ranks load it, so it imports only the standard library."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
-import subprocess
+import statistics
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-SOURCES = Path(__file__).parents[2] / "src"
-LIMIT = 900.0  # seconds of one program on one backend
-LAST = 400  # characters of what a program wrote, when it failed
+FOLDER = "SYMCOMM_PROGRAM_FOLDER"  # where ranks leave what they found
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """``values``: what must be the same on both backends, as text. ``seconds``: of the part that both ran."""
+class Part:
+    """``values``: numbers that must be the same on both backends. ``seconds``: the median step's. ``said``: words for
+    the table, which must be the same, too."""
 
-    ran: str
-    works: bool
-    seconds: float
-    values: str = ""
-    why: str = ""
-
-
-def execute(python: str, *words: str, **env: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """A program of the environment, with our sources; and how long it took."""
-    told = {**os.environ, "PYTHONPATH": str(SOURCES), **env}
-    begun = time.monotonic()
-    try:
-        done = subprocess.run([python, *words], env=told, capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired as late:
-        done = subprocess.CompletedProcess(late.cmd, -9, str(late.stdout or ""), f"not over after {LIMIT:g} s")
-    return done, time.monotonic() - begun
+    name: str
+    values: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    said: str = ""
 
 
-def ending(done: subprocess.CompletedProcess[str]) -> str:
-    return (done.stderr or done.stdout).strip()[-LAST:]
+def timed(step: Callable[[int], Any], steps: int = 30, warm: int = 5) -> tuple[list[Any], float]:
+    """What each step returned, and the median time of those after the first ones."""
+    results, times = [], []
+    for i in range(steps):
+        begun = time.perf_counter()
+        results.append(step(i))
+        times.append(time.perf_counter() - begun)
+    return results, statistics.median(times[warm:])
+
+
+def training(find_loss: Callable[[], Any], optimizer: Any) -> Callable[[int], float]:
+    """A step of it, for ``timed``."""
+
+    def step(_: int) -> float:
+        loss = find_loss()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def numbers(*tensors: Any) -> list[float]:
+    """Two sums of each tensor: one that no changed element leaves as it was, and one that no changed order does."""
+    import torch
+
+    found = []
+    for tensor in tensors:
+        flat = tensor.detach().to(torch.float64).flatten()
+        found += [flat.sum().item(), (flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64)).sum().item()]
+    return found
+
+
+def tell(main: Callable[[str], Iterator[Part]], rank: str | None = None) -> None:
+    """What each program ends with: runs it on the backend that the command line names last."""
+    rank = os.environ.get("RANK", "0") if rank is None else rank
+    with open(Path(os.environ[FOLDER]) / f"{rank}.jsonl", "a") as out:
+        for part in main(sys.argv[-1]):
+            print(json.dumps(dataclasses.asdict(part)), file=out, flush=True)
+
+
+def read(folder: Path) -> dict[str, list[Part]]:
+    """By name, what the ranks said of each part, in their order."""
+    found: dict[str, list[Part]] = {}
+    for path in sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem)):
+        for line in path.read_text().splitlines():
+            part = Part(**json.loads(line))
+            found.setdefault(part.name, []).append(part)
+    return found
