@@ -6,6 +6,7 @@ Where threads are ranks, each thread has a default group of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import threading
@@ -28,6 +29,8 @@ from symcomm.store.standing import MEMBER, WAITING, tell_launcher
 JOIN = "SYMCOMM_JOIN"  # set by the launcher in newcomers: the attempt at which those that run were started
 RENDEZVOUS_SECONDS = 300.0  # the most that ranks wait for each other, unless the group's time-out is shorter
 PREFIX = "symcomm/init"  # of keys in the store where ranks meet
+LOOK = 0.05  # seconds between two tries
+PORT_SECONDS = 2.0  # a port that no store has is waited for so long
 TELLING = 5.0  # seconds for a rank that cannot come to find the store after all
 TELLING_TAKES = 8  # descriptors
 _process_group: ProcessGroup | None = None
@@ -116,7 +119,8 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
 
     A rank that leaves one group and comes to the next before the others may find the server of the one that ends:
     when that goes away it looks again."""
-    end, lease = time.monotonic() + seconds, None
+    start, lease = time.monotonic(), None
+    end = start + seconds
     tell = tell_launcher if init_method.startswith("env://") else _tell_nobody
     while True:
         try:
@@ -130,6 +134,9 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
                 lease = None
             if not isinstance(error, errors.StoreConnectionError) or time.monotonic() > end:
                 raise
+            if error.errno == errno.EADDRINUSE and time.monotonic() > start + PORT_SECONDS:
+                raise
+            time.sleep(LOOK)
         else:
             group.lease = lease
             tell(place.store, MEMBER)

@@ -10,13 +10,14 @@ store::
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from symcomm.errors import RendezvousError
+from symcomm.errors import RendezvousError, StoreConnectionError
 from symcomm.store.base import DEFAULT_TIMEOUT, Store, Timeout, to_seconds
 from symcomm.store.file import FileStore
 from symcomm.store.hash import HashStore
@@ -173,4 +174,12 @@ def _tcp_store(me: Identity, addr: str, port: int, timeout: timedelta, environ: 
         # The agent's store outlives a restart of the workers: each attempt has its own keys.
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"attempt_{attempt}", store), f"the agent's store at {where}, attempt {attempt}"
-    return TCPStore(addr, port, me.world_size, is_master=me.rank == 0, timeout=timeout), f"TCP store at {where}"
+    try:
+        store = TCPStore(addr, port, me.world_size, is_master=me.rank == 0, timeout=timeout)
+    except StoreConnectionError as error:
+        from symcomm.store.tcp import store_answers
+
+        if error.errno == errno.EADDRINUSE and store_answers(addr, port):
+            error.errno = None  # that one may be about to end
+        raise
+    return store, f"TCP store at {where}"

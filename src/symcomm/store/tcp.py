@@ -45,6 +45,7 @@ __all__ = ["StoreLimits", "TCPStore"]
 _NO_KEYS = native.STORE_NO_KEYS
 _MOST_LOOKED_AT = 256  # keys, to find out which ones are missing
 _JOIN_PAUSE = 0.010  # seconds between two looks at the workers' count
+_ANSWER_SECONDS = 1.0  # that a store may take to say hello
 
 _stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 
@@ -471,6 +472,11 @@ def _to_workers(world_size: object) -> int | None:
     if number == 0:
         raise errors.bad_argument("TCPStore", "world_size", number, allowed)
     return number if number > 0 else None
+
+
+def store_answers(host: str, port: int) -> bool:
+    """Whether a store is there, of this job or of another one."""
+    return wire.answers(host, port, _ANSWER_SECONDS, _find_token(None)[0])
 
 
 def _agent_serves(port: int) -> bool:

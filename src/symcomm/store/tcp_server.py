@@ -17,6 +17,7 @@ from typing import Any
 
 from symcomm._core import native
 from symcomm.errors import ResourceError, StoreConnectionError, bad_argument, format_seconds
+from symcomm.store.tcp_wire import port_taken
 
 log = logging.getLogger("symcomm.store")
 
@@ -156,11 +157,13 @@ def _sockets(
             return _listen(["::"], port)
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise ResourceError(f"the store's server cannot listen: {error.strerror}; raise `ulimit -n`.") from None
-        fix = "; another server has that port: choose another, or 0" if error.errno == errno.EADDRINUSE else ""
-        raise StoreConnectionError(
+        words = (
             "The server socket has failed to listen on any local network address: TCPStore cannot listen on "
-            f"{' and '.join(addresses)} port {port}: {error.strerror}{fix}."
-        ) from None
+            f"{' and '.join(addresses)} port {port}: {error.strerror}"
+        )
+        if error.errno == errno.EADDRINUSE:
+            raise port_taken(f"{words}; another server has that port: choose another, or 0.") from None
+        raise StoreConnectionError(f"{words}.") from None
 
 
 def _adopt(listen_fd: int, port: int) -> socket.socket:

@@ -29,7 +29,12 @@ _HELLO = struct.pack("=BI", HELLO, 0x3C85F7CE)
 _REFUSAL = struct.unpack("=I", b"AUTH")[0]  # instead of the ping's nonce: this server wants a token
 _NONCE_SIZE = 32
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.5  # seconds between attempts to connect
+_FOREIGN = 5.0  # seconds; a port that changes hands answers otherwise before
 _SLICE = struct.pack("@ll", 1, 0)  # a socket's own time-out; the native exchange counts on one second
+
+
+class Foreign(ConnectionError):
+    """What answers is not a store."""
 
 
 class Refused(Exception):
@@ -66,7 +71,7 @@ def connect(host: str, port: int, seconds: float, token: bytes | None, *, patien
     """Connect and say hello; try again until ``seconds`` have passed, or only once if not ``patient``."""
     end = time.monotonic() + seconds
     pause = _FIRST_PAUSE
-    refusals, late = 0, False
+    refusals, late, foreign_since = 0, False, 0.0
     while True:
         try:
             return _connect_once(host, port, end, token)
@@ -81,6 +86,9 @@ def connect(host: str, port: int, seconds: float, token: bytes | None, *, patien
         except OSError as error:
             _raise_if_hopeless(host, port, error)
             late = isinstance(error, TimeoutError)
+            foreign_since = (foreign_since or time.monotonic()) if isinstance(error, Foreign) else 0.0
+            if foreign_since and (not patient or time.monotonic() > foreign_since + _FOREIGN):
+                raise port_taken(f"{error}; end that program, or choose another port.") from None
             reason = _reason(error)  # not the error: its traceback would keep this frame, and our callers'
         left = end - time.monotonic()
         if not patient or left <= 0:
@@ -135,7 +143,25 @@ def _say_hello(connection: StoreConnection, where: str, seconds: float, token: b
     if answer == _REFUSAL:
         raise StoreAuthError(f"the store at {where} did not accept this client's job token.")
     if answer != nonce:
-        raise ConnectionError(f"what answers at {where} is not a store")
+        raise Foreign(f"what answers at {where} is not a store")
+
+
+def port_taken(text: str) -> StoreConnectionError:
+    """Something else has the port, and it is in vain to wait for a store there."""
+    error = StoreConnectionError(text)
+    error.errno = errno.EADDRINUSE
+    return error
+
+
+def answers(host: str, port: int, seconds: float, token: bytes | None) -> bool:
+    """Whether a store is there, of this job or of another one."""
+    try:
+        _connect_once(host, port, time.monotonic() + seconds, token).close()
+    except (Refused, StoreAuthError):
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _prove_token(connection: StoreConnection, where: str, seconds: float, token: bytes, ping: bytes) -> int:
