@@ -199,6 +199,27 @@ time.sleep(600)
     jobs.assert_all_gone()
 
 
+def test_verdict_shows_the_users_frames(jobs):
+    script = """
+        import symcomm
+        symcomm.init()
+
+        def step():
+            symcomm.all_gather_object(lambda: 0)
+
+        pid_file(f"{rank}", os.getpid())
+        if rank == 1:
+            step()
+        time.sleep(600)
+    """
+    result = jobs.run(script, "-n", "2")
+    verdict = result.stderr[result.stderr.index("symcomm run:") :]
+    shown = re.findall(r'File ".*/(.+)", line \d+, in (\S+)', verdict)
+    assert [where for _, where in shown] == ["<module>", "step"], verdict
+    assert "symcomm.all_gather_object(lambda: 0)" in verdict and "AttributeError: " in verdict
+    jobs.assert_all_gone()
+
+
 @pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGKILL])
 def test_verdict_of_a_death_by_signal(jobs, signum):
     script = f"""

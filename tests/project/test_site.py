@@ -136,6 +136,13 @@ def test_files_that_pages_name_exist():
             assert any(file.endswith(f"/{path}") for file in files), (page.name, path)
 
 
+def test_code_on_the_home_page_is_not_cut():
+    """Between two columns of links, a window of 1,300 pixels shows lines of 78 characters."""
+    blocks = re.findall(r"^```.*?\n(.*?)^```", (ROOT / "docs/index.md").read_text(), re.M | re.S)
+    assert blocks
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 78] == []
+
+
 def test_errors_are_listed_with_their_own_words():
     """Texts of the page of errors stand in the sources, as written."""
     rows = re.findall(r"^\| (`.+?) \| ([\w, ]+?) \|", (DOCS / "how-to/faq.md").read_text(), re.M)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -71,6 +71,29 @@ def show_bits(as_json: bool) -> None:
 
 def show(findings: list[Finding]) -> None:
     from rich.console import Console
+
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(_as_table(findings))
+    else:
+        typer.echo("\n".join(_as_lines(findings)))
+    counts = {state: sum(f.state == state for f in findings) for state in (FAIL, WARN)}
+    said = [f"{n} {words}" for n, words in ((counts[FAIL], "to repair"), (counts[WARN], "to look at")) if n]
+    console.print(f"\n{', '.join(said) or 'All is well'}.")
+
+
+def _as_lines(findings: list[Finding]) -> list[str]:
+    """For a file or another program: a line each, and what to change below it. Nothing is broken."""
+    widest = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.state:4}  {finding.check:{widest}}  {finding.found}")
+        if finding.fix:
+            lines.append(f"{'':{widest + 6}}  what to change: {finding.fix}")
+    return lines
+
+
+def _as_table(findings: list[Finding]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
@@ -80,8 +103,4 @@ def show(findings: list[Finding]) -> None:
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for finding in findings:
         table.add_row(Text(finding.state, STYLES[finding.state]), finding.check, Text(finding.found), Text(finding.fix))
-    console = Console(highlight=False)
-    console.print(table)
-    counts = {state: sum(f.state == state for f in findings) for state in (FAIL, WARN)}
-    said = [f"{n} {words}" for n, words in ((counts[FAIL], "to repair"), (counts[WARN], "to look at")) if n]
-    console.print(f"\n{', '.join(said) or 'All is well'}.")
+    return table

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from symcomm.errors import ResourceError
 from symcomm.launcher.job import CALL
-from symcomm.launcher.verdict import TAIL_LINES
+from symcomm.launcher.tail import KEPT, last_lines
 
 MAX_LINE = 1 << 20  # a longer line is shown in pieces, so that a rank without newlines cannot fill our memory
 REDRAW_S = 1.0  # a progress bar that redraws itself with \r is shown at most this often
-TAIL_WIDTH = 400  # characters of a line in the verdict
 COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # rank 0 cyan, rank 1 yellow, ...
 STDOUT, STDERR = 1, 2
 
@@ -30,7 +29,7 @@ class LineStream:
     """
 
     def __init__(self, prefix: bytes):
-        self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self.tail: deque[bytes] = deque(maxlen=KEPT)
         self._prefix = prefix
         self._held = b""  # the line that has not ended yet
         self._redraw: bytes | None = None  # the state of that line that was shown last
@@ -141,8 +140,7 @@ class Output:
 
     def tail(self, rank: int) -> list[str]:
         """The last lines that a rank wrote to stderr."""
-        lines = [line.decode(errors="replace").rstrip() for line in self._streams[rank, STDERR].tail]
-        return [line if len(line) <= TAIL_WIDTH else f"{line[:TAIL_WIDTH]} ..." for line in lines]
+        return last_lines([line.decode(errors="replace").rstrip() for line in self._streams[rank, STDERR].tail])
 
     def say(self, lines: list[str], *, bad: bool = True) -> None:
         """The launcher's own words, on stderr; the first line is marked."""

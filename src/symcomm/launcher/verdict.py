@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from symcomm.errors import SymcommError, format_exit, format_ranks, format_seconds
 
-TAIL_LINES = 10
 # What death by a signal that we did not send usually means.
 HINTS: dict[int, str] = {
     signal.SIGKILL: "somebody killed it: the kernel does so when memory runs out (see `dmesg`).",
