@@ -57,6 +57,7 @@ _PUBLIC = {
     "symcomm.torch_backend.wrapped": ("torch_process_group",),
     "symcomm.windows.window": ("Window",),
     "symcomm.ddp.module": ("DistributedDataParallel",),
+    "symcomm.ddp.sampling": ("ShardSampler", "shard_seed"),
     "symcomm.types": ("DType", "ReduceOp", "make_premul_sum"),
     "symcomm.group.process_group": ("ProcessGroup",),
     "symcomm.group.reconfigure": ("ReconfigurableGroup",),

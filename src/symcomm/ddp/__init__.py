@@ -11,6 +11,8 @@ hook_order.py hooks in turn, without holding up backward
 unused.py     parameters without gradients
 verify.py     do all ranks hold the same model?
 broadcast.py  many tensors from one rank to all
+shards.py     logical shards: a step is so many micro-batches, wherever they run
+sampling.py   their samples and random numbers
 logger.py     Logger: facts under PyTorch's keys
 timeline.py   times of an iteration, bucket by bucket
 hooks/        hooks that compress

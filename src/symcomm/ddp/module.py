@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from symcomm.ddp.bucket import GradBucket
 from symcomm.ddp.comm_hook import CommHook, register_builtin_comm_hook, register_comm_hook
 from symcomm.ddp.logger import Logger
 from symcomm.ddp.reducer import FIRST_BUCKET_BYTES, Reducer
+from symcomm.ddp.shards import REFUSED, ShardedReducer, StepBuffers, check_arguments, check_group, refuse
 from symcomm.ddp.verify import verify_params
-from symcomm.errors import bad_argument
+from symcomm.errors import CallerError, bad_argument
 from symcomm.torch_backend.versions import arguments_unknown_to
 
 _SIGNATURE = inspect.signature(TorchDDP.__init__)
@@ -41,6 +43,10 @@ _MIB = 1 << 20
 class DistributedDataParallel(TorchDDP):
     """Takes every argument of PyTorch's class (those of its newest version, whichever is installed).
 
+    ``logical_shards``: a step is so many micro-batches, wherever they run, with the same bits on 1, 2, 4, ... ranks.
+    Each rank runs those that ``shards()`` yields. With ``spare_ranks`` their number may be one by which shards cannot
+    be split; some ranks then have none. See docs/how-to/data-parallel.md.
+
     One default differs: ``gradient_as_bucket_view=True``, since gradients that stay in their buckets save one copy of
     the model's size in time and memory. Pass False for gradients in memory of their own.
 
@@ -48,7 +54,13 @@ class DistributedDataParallel(TorchDDP):
     naming parameters without gradients; what a group's all_reduce raises.
     """
 
-    def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any):
+    logical_shards = 0  # none
+    spare_ranks = False
+    reducer: Any
+
+    def __init__(
+        self, module: torch.nn.Module, *args: Any, logical_shards: int = 0, spare_ranks: bool = False, **kwargs: Any
+    ):
         newer = {name: kwargs.pop(name, default) for name, default in _NEWER.items()}
         given = _SIGNATURE.bind(self, module, *args, **kwargs).arguments
         given.pop("self")
@@ -65,6 +77,9 @@ class DistributedDataParallel(TorchDDP):
         if (caps := newer.pop("bucket_cap_mb_list", None)) is not None:
             newer["bucket_bytes_cap_list"] = [int(cap * _MIB) for cap in caps]
             given["bucket_cap_mb"] = max(caps)
+        if logical_shards:
+            check_arguments({**given, **newer})
+            newer.update(logical_shards=logical_shards, spare_ranks=spare_ranks)
         self.__dict__.update(newer)
         # PyTorch's constructor would verify and broadcast by itself; ours does it when it is asked for parameters.
         if given.pop("init_sync", True):
@@ -76,6 +91,8 @@ class DistributedDataParallel(TorchDDP):
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()
+        if self.logical_shards:
+            check_group(self.process_group, parameters, self.logical_shards, self.spare_ranks)
         buffers_too = self.__dict__.pop("_first_sync", None)
         if buffers_too is not None:
             names = self._build_debug_param_to_name_mapping(parameters)
@@ -111,7 +128,10 @@ class DistributedDataParallel(TorchDDP):
         if self.mixed_precision is not None:
             for i, parameter in enumerate(parameters):
                 parameter._idx = i
-        self.reducer: Any = Reducer(
+        kind: Any = Reducer
+        if self.logical_shards:
+            kind = partial(ShardedReducer, shards=self.logical_shards, spare_ranks=self.spare_ranks)
+        self.reducer = kind(
             parameters,
             indices[::-1],  # gradients come about in the reverse order of definition
             sizes[::-1],
@@ -127,6 +147,8 @@ class DistributedDataParallel(TorchDDP):
             limits_later,
             getattr(self, "batched_grad_copy", False),
         )
+        if self.logical_shards and self.broadcast_buffers:
+            self.reducer.step_buffers = StepBuffers(self)
         self.logger: Any = Logger(self.reducer)
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
@@ -138,6 +160,47 @@ class DistributedDataParallel(TorchDDP):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    # --- logical shards ---------------------------------------------------------------------------------------
+
+    def shards(self) -> Iterator[int]:
+        """This rank's logical shards, one after the other. Run one forward and backward pass of each; after the last,
+        gradients are the average over all shards of all ranks. A rank without shards receives them here."""
+        if not self.logical_shards:
+            raise CallerError("DistributedDataParallel.shards: pass logical_shards=... to the constructor first.")
+        return self.reducer.run_step()
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        moved = super()._pre_forward(*inputs, **kwargs)
+        if self.logical_shards and self.reducer.step_buffers is not None and torch.is_grad_enabled():
+            self.reducer.step_buffers.begin(self.reducer.number)
+        return moved
+
+    def will_sync_module_buffers(self) -> bool:
+        """With logical shards buffers are synchronized at the end of a step."""
+        return not self.logical_shards and super().will_sync_module_buffers()
+
+    def no_sync(self) -> Any:
+        """PyTorch's: gradients only add up within it."""
+        if self.logical_shards:
+            raise refuse("no_sync", "a step's gradients are reduced with the last of its shards anyway")
+        return super().no_sync()
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's: ranks may run out of input."""
+        if self.logical_shards:
+            raise refuse("join", "every step has all its shards")
+        return super().join(*args, **kwargs)
+
+    def _set_static_graph(self) -> None:
+        if self.logical_shards:
+            raise refuse("_set_static_graph", REFUSED["static_graph"])
+        super()._set_static_graph()
+
+    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> None:
+        if self.logical_shards:
+            raise refuse("_register_buffer_comm_hook", "buffers are those of shard 0")
+        super()._register_buffer_comm_hook(*args, **kwargs)
 
     # --- talking to other ranks -------------------------------------------------------------------------------
 
@@ -158,6 +221,8 @@ class DistributedDataParallel(TorchDDP):
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, before the first backward pass."""
+        if self.logical_shards:
+            raise refuse("register_comm_hook", "a hook chooses its own order of additions")
         if not isinstance(hook, CommHook):
             self._check_comm_hook(hook)
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
@@ -165,5 +230,7 @@ class DistributedDataParallel(TorchDDP):
         register_comm_hook(self.reducer, state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        if self.logical_shards:
+            raise refuse("_register_builtin_comm_hook", "a hook chooses its own order of additions")
         self.logger._set_comm_hook_name(str(comm_hook_type))
         register_builtin_comm_hook(self.reducer, comm_hook_type)

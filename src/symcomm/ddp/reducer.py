@@ -328,10 +328,13 @@ class Reducer:
         if bucket.deferred or self._filler.in_batches:
             self._filler.fill_deferred(bucket, self._divisor())
         if self._hook is None and not bucket.sparse:
-            bucket.work = self.process_group.allreduce([bucket.buffer])
+            bucket.work = self._all_reduce(bucket)
         else:
             self._launch_hook(bucket)
         self.clock.inside += now() - bucket.launched
+
+    def _all_reduce(self, bucket: Bucket) -> Any:
+        return self.process_group.allreduce([bucket.buffer])
 
     def _launch_hook(self, bucket: Bucket) -> None:
         def call() -> Any:

@@ -15,7 +15,8 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
-from symcomm.elastic.state import RandomState, Snapshot, Stateful
+from symcomm.ddp.sampling import RandomState
+from symcomm.elastic.state import Snapshot, Stateful
 from symcomm.group import default
 from symcomm.group.grow import close
 from symcomm.group.process_group import ProcessGroup
@@ -69,6 +70,8 @@ class Session:
         self.results: list[Any] = []  # what step() returned, for every step done
         self._module = model
         self._wrap = None if not data_parallel else {} if data_parallel is True else dict(data_parallel)
+        if self._wrap and self._wrap.get("logical_shards"):
+            self._wrap.setdefault("spare_ranks", True)  # ranks come and go one by one
         self._snapshot = Snapshot({name: thing for name, thing in things.items() if thing is not None})
         self._wait, self._min_size, self._admit_every = wait, min_size, admit_every
         self._quorum = quorum

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,26 +48,6 @@ def put_together(thing: Any, tensors: list[torch.Tensor]) -> Any:
     if type(thing) in (list, tuple):
         return type(thing)(put_together(value, tensors) for value in thing)
     return copy.deepcopy(thing)
-
-
-class RandomState:
-    """The random generators of torch, Python and, if it is loaded, numpy."""
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-        if torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        if "numpy" in sys.modules:
-            state["numpy"] = sys.modules["numpy"].random.get_state()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(state["torch"].cpu())
-        random.setstate(state["python"])
-        if "cuda" in state and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state_all(state["cuda"])
-        if "numpy" in state and "numpy" in sys.modules:
-            sys.modules["numpy"].random.set_state(state["numpy"])
 
 
 class Snapshot:
