@@ -22,6 +22,7 @@ on_failure: list[Callable[[Any, BaseException], None]] = []  # with a group and 
 TRACER = "symcomm.observe.recorder.tracer"
 WHEREABOUTS = "symcomm.observe.recorder.whereabouts"
 LONG_WAITS = "symcomm.observe.long_waits"
+LONG_WAITS_ACROSS_HOSTS = "symcomm.observe.long_waits_across_hosts"
 ASKS_FOR_TRACES = (
     "SYMCOMM_TRACE_DIR",
     "TORCH_FR_DUMP_TEMP_FILE",
@@ -70,6 +71,20 @@ def waits(group: Any, site: Any, wait: int, kind: int, missing: int, seconds: fl
         pause: float = importlib.import_module(LONG_WAITS).told(group, site, wait, kind, missing, seconds, status)
         return pause
     return 0.0
+
+
+def watch(group: Any) -> None:
+    """Tell of long waits of ``group``, which is across hosts: the core knows only of those on this one."""
+    if seconds := seconds_of_long_waits():
+        importlib.import_module(LONG_WAITS_ACROSS_HOSTS).watch(group, seconds)
+
+
+def place_of(thread: int) -> str:
+    """Where in its program a thread is: ``loader.py:40 in next_batch``; empty: nobody knows."""
+    with contextlib.suppress(Exception):
+        place: str = importlib.import_module(WHEREABOUTS).place_of(thread)
+        return place
+    return ""
 
 
 def joined(group: Any, store: Any = None) -> None:

@@ -43,7 +43,7 @@ def _locate() -> int:
 
 def _wait_lasts(handle: native.Group, *facts: Any) -> float:
     group = next((g for g in list(_living) if g.handle is handle), None)
-    return hooks.waits(group, call_site(), *facts) if group is not None else 0.0
+    return group.on_long_wait(call_site(), *facts) if group is not None else 0.0
 
 
 def tell_of_long_waits() -> None:
@@ -157,6 +157,9 @@ class LocalGroup(ProcessGroup):
 
     def wait_stats(self) -> dict[str, int]:
         return dict(zip(("looked", "yielded", "slept"), self.handle.waits(), strict=False))
+
+    def on_long_wait(self, site: Any, *facts: Any) -> float:
+        return hooks.waits(self, site, *facts)
 
     def describe(self, description: str) -> None:
         self.arena.flight.describe_group(self._recorded_as, description)

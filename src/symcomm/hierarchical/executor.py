@@ -77,7 +77,7 @@ class HierarchicalExecutor(HostExecutor):
                 try:
                     self._operate(call, signature, body, seconds, site, buffers, batch)
                 finally:
-                    self._operating_thread = 0
+                    self._operating_thread, self.state.since = 0, 0.0
             for buffer in request.outputs:
                 with Settled():
                     buffer.finish()
@@ -118,7 +118,7 @@ class HierarchicalExecutor(HostExecutor):
         begun = time.monotonic()
         seq = state.doing[0] + 1
         words = with_sizes(call, signature.collective) or signature.words()
-        state.doing = (seq, words, format_site(site))
+        state.doing, state.since = (seq, words, format_site(site)), begun
         what = f"{call} #{seq} on group {state.name!r}"
         operation = Operation(parts, signature, seq, seconds, state.arena.flight.site(site))
         try:

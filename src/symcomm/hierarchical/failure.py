@@ -17,6 +17,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.errors import format_ranks
+from symcomm.group import hooks
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.failure_words import aborted, list_calls, mismatched, rank_failed, timed_out
 from symcomm.group.state import GroupState
@@ -57,11 +58,12 @@ class Failures:
 
     # --- surveys ----------------------------------------------------------------------------------------------
 
-    def survey(self, ranks: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
-        """What each rank (or of ``ranks``) is doing that answers; notices which cannot be reached."""
+    def survey(self, ranks: Collection[int] | None = None, where: bool = False) -> dict[int, dict[str, Any]]:
+        """What each rank (or of ``ranks``) is doing that answers, and ``where`` in its program it is; notices which
+        cannot be reached."""
         group, number = self._group, next(self._surveys)
         answers = self._answers[number] = {}
-        ask = {"kind": "ask", "survey": number}
+        ask = {"kind": "ask", "survey": number, "where": where}
         asked = [r for r in (range(group.size) if ranks is None else ranks) if r != group.rank and not group.is_gone(r)]
         far = [r for r in asked if not group.tell_known(r, ask)]
         if far:
@@ -71,13 +73,16 @@ class Failures:
         while time.monotonic() < deadline and any(r not in answers and not group.is_gone(r) for r in asked):
             time.sleep(0.002)
         del self._answers[number]
-        return {group.rank: self._own_answer(), **answers}
+        return {group.rank: self._own_answer(where), **answers}
 
-    def _own_answer(self) -> dict[str, Any]:
+    def _own_answer(self, where: bool) -> dict[str, Any]:
         group = self._group
         seq, call, site = group.doing
         awaits = group.waits.words()
-        return {"seq": seq, "call": call, "site": site, "awaits": awaits, "ended": self._ended_here()}
+        place = hooks.place_of(group.arena.thread) if where else ""
+        return {
+            "seq": seq, "call": call, "site": site, "awaits": awaits, "ended": self._ended_here(), "place": place,
+        }  # fmt: skip
 
     def _ended_here(self) -> dict[str, str]:
         """How ranks of this host ended, by their number."""
@@ -98,7 +103,8 @@ class Failures:
         group = self._group
 
         def reply() -> None:
-            group.tell(rank, {"kind": "answer", "survey": header["survey"], **self._own_answer()}, timeout=REACH)
+            own = self._own_answer(header["where"])
+            group.tell(rank, {"kind": "answer", "survey": header["survey"], **own}, timeout=REACH)
 
         threading.Thread(target=reply, name="symcomm-answer", daemon=True).start()
 
@@ -251,9 +257,10 @@ class Failures:
 class HierarchicalState(GroupState):
     """That of a group across hosts, which has failed once there is a verdict."""
 
-    __slots__ = ("doing", "failures")
+    __slots__ = ("doing", "failures", "since")
     failures: Failures
     doing: tuple[int, str, str]  # sequence number, call and call site of the last operation
+    since: float  # when it began; 0: it has ended
 
     def check_usable(self) -> None:
         """The first call after a peer's failure raises its description; later ones refer to it."""

@@ -108,10 +108,10 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "refused": {"number": is_number},
     "sending": {"number": is_number, "real": _is_bool},
     "cancelled": {"number": is_number},
-    "ask": {"survey": is_number},
+    "ask": {"survey": is_number, "where": _is_bool},
     "answer": {
         "survey": is_number, "seq": is_number, "call": _is_text, "site": _is_text, "awaits": _is_text,
-        "ended": _is_ended,
+        "ended": _is_ended, "place": _is_text,
     },
     "fail": {
         "fault": FAULTS.__contains__, "story": _is_text, "ranks": _is_ranks, "origin": is_number,

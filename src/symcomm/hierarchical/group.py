@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from symcomm import errors
-from symcomm.group import registry
+from symcomm.group import hooks, registry
 from symcomm.group.factory import make_group
 from symcomm.group.meeting import HostMeeting, Meeting
 from symcomm.group.process_group import ProcessGroup
@@ -49,7 +49,7 @@ from symcomm.hierarchical.refusal import RefusalsAcrossHosts
 from symcomm.hierarchical.rounds import Rounds
 from symcomm.hierarchical.scratch import Scratch
 from symcomm.hierarchical.shrink import shrink
-from symcomm.hierarchical.standoff import Waits
+from symcomm.hierarchical.standoff import Lasting, Waits
 from symcomm.hierarchical.topology import Layout
 from symcomm.hierarchical.work import Runner
 from symcomm.membership.quorum_board import QuorumBoard
@@ -149,7 +149,7 @@ class HierarchicalGroup(ProcessGroup):
 
     def _new_state(self, timeout_ns: int) -> HierarchicalState:
         state = HierarchicalState(self, self.rank, self.size, self.name, timeout_ns)
-        state.failures, state.doing = Failures(self), (0, "", "")
+        state.failures, state.doing, state.since = Failures(self), (0, "", ""), 0.0
         return state
 
     def _bootstrap(self, met: Meeting, engine: str | None) -> None:
@@ -166,6 +166,7 @@ class HierarchicalGroup(ProcessGroup):
             raise
         _living.add(self)
         registry.add(self)
+        hooks.watch(self)
         self._retire = weakref.finalize(
             self, _retire, self.control, self._key, self.executor.runner, self.engine, self.leader_links, self._untold
         )
@@ -372,6 +373,11 @@ class HierarchicalGroup(ProcessGroup):
     def doing(self) -> tuple[int, str, str]:
         """Sequence number, call and call site of the last operation."""
         return self.state.doing
+
+    def lasts(self) -> Lasting | None:
+        """What this rank is in: a collective, or else the message that it has waited for longest."""
+        (seq, call, site), since = self.state.doing, self.state.since
+        return Lasting(seq, f"{call} #{seq}", site, since, None) if since else self.waits.longest()
 
     def call_stats(self) -> dict[str, dict[str, int]]:
         return self.local.call_stats()

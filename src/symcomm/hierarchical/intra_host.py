@@ -19,6 +19,10 @@ class IntraHostGroup(LocalGroup):
     waits: Waits
     here: Sequence[int]
 
+    def on_long_wait(self, site: Any, *facts: Any) -> float:
+        """Of a step of an operation: its group tells of the whole (``hooks.watch``)."""
+        return 0.0
+
     def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
         self.waits.on_standoff(is_send, self.here[peer], tag)
 

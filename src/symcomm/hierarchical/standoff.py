@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from symcomm.errors import format_ranks
 from symcomm.group.standoff import ANY_SOURCE, format_message, in_collective, warn
@@ -21,12 +21,22 @@ FIRST = 0.5  # seconds until ranks are asked; and asked again, before a stand-of
 RARELY = 5.0  # seconds between later questions, at most
 
 
+class Lasting(NamedTuple):
+    """What a rank is in. ``key`` tells it from others: the number of a collective."""
+
+    key: int
+    call: str
+    site: str
+    since: float
+    awaited: Collection[int] | None  # ranks, in a message
+
+
 class Waits:
     """The waits of one rank for messages of one group."""
 
     def __init__(self, group: Any):
         self._ref = weakref.ref(group)
-        self._works: list[Any] = []
+        self._works: dict[Wait, Any] = {}
 
     @property
     def _group(self) -> Any:
@@ -35,19 +45,29 @@ class Waits:
     @contextlib.contextmanager
     def of(self, work: Any) -> Iterator[Wait]:
         """Somebody waits for ``work``."""
-        self._works.append(work)
+        wait = Wait(self, work)
+        self._works[wait] = work
         try:
-            yield Wait(self, work)
+            yield wait
         finally:
-            self._works.remove(work)
+            del self._works[wait]
 
     def words(self) -> str:
         """``waits for a message from rank 0``; empty: for none. One of them, if several threads do."""
-        for work in list(self._works):
+        for work in list(self._works.values()):
             message = work.message
             who = "any rank" if message.peer == ANY_SOURCE else f"rank {message.peer}"
             return f"waits to send to {who}" if message.is_send else f"waits for a message from {who}"
         return ""
+
+    def longest(self) -> Lasting | None:
+        """That which has lasted longest."""
+        for wait, work in list(self._works.items()):
+            message = work.message
+            who = "any rank" if message.peer == ANY_SOURCE else f"rank {message.peer}"
+            call = f"send to {who}" if message.is_send else f"recv from {who}"
+            return Lasting(id(wait), call, "", wait.begun, work.awaited())
+        return None
 
     def describe(self, ranks: Collection[int]) -> str:
         """Why none of ``ranks`` did its part of a message, as far as they say; asks them."""
@@ -86,8 +106,8 @@ class Wait:
 
     def __init__(self, waits: Waits, work: Any):
         self._waits, self._work = waits, work
-        self._begun = time.monotonic()
-        self._ask_at = self._begun + FIRST
+        self.begun = time.monotonic()
+        self._ask_at = self.begun + FIRST
         self._asking: threading.Thread | None = None
         self._seen = 0  # the number of the collective that the others waited in when they were last asked
         self._told = False
@@ -97,7 +117,7 @@ class Wait:
         now = time.monotonic()
         if now < self._ask_at or (self._asking is not None and self._asking.is_alive()):
             return
-        self._ask_at = now + min(RARELY, FIRST + (now - self._begun) / 8)
+        self._ask_at = now + min(RARELY, FIRST + (now - self.begun) / 8)
         self._asking = threading.Thread(target=self._ask, name="symcomm-standoff", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread: it is only not said
             self._asking.start()

@@ -24,6 +24,7 @@ from symcomm.observe.recorder.whereabouts import Question
 ANSWER = 0.5  # seconds for the missing ranks to say where they are
 LOOK = 0.02  # seconds between two looks for their answers
 ASKED = 3  # ranks, of those that are missing
+SILENT = "does not say where it is (native code holds its interpreter lock?)"
 REMEMBERED = 256  # places in the program that have waited
 
 
@@ -57,7 +58,7 @@ class _Wait:
             if missing is None:
                 return seconds
             self.missing = missing
-            if (patience := _patience.get(self._key(), 0.0)) > seconds:
+            if (patience := patience_with(self._key())) > seconds:
                 return patience - seconds
             self.asked_at = time.monotonic()
             self.questions = {r: Question(self.group.peers[r].whereabouts) for r in self.missing.ranks[:ASKED]}
@@ -75,23 +76,35 @@ class _Wait:
     def _say(self, answers: Mapping[int, list[ThreadStack] | None]) -> None:
         missing = self.missing
         assert missing is not None
-        who = who_is_where(missing, {r: self.group.peers[r].pid for r in answers}, answers)
+        pids = {rank: self.group.peers[rank].pid for rank in answers}
+        places = {r: _place(pids[r], stacks) + missing.awaits.get(r, "") for r, stacks in answers.items()}
+        who = who_is_where(missing.ranks, {rank: f"pid {pid}" for rank, pid in pids.items()}, places)
         if who == self.said:
             return
         if not self.said:
-            if len(_patience) >= REMEMBERED:
-                _patience.clear()
-            _patience[self._key()] = 2 * self.seconds
+            be_patient(self._key(), self.seconds)
         self.said = who
-        write(waiting_words(self.group, missing.call, self.site, self.seconds, who))
+        at = format_site(self.site) if self.site[1] else ""
+        write(waiting_words(self.group, missing.call, at, self.seconds, who))
 
     def end(self, status: int, seconds: float) -> None:
         if self.said and self.missing is not None and status == 0:  # else an error says what happened
-            write(going_on_words(self.group, self.missing, seconds))
+            write(going_on_words(self.group, self.missing.call, self.missing.ranks, seconds))
 
 
 _waits: dict[int, _Wait] = {}  # by what the core calls them
 _patience: dict[tuple[Any, ...], float] = {}  # seconds before a place is told of, by what it is and whom it waits for
+
+
+def patience_with(place: tuple[Any, ...]) -> float:
+    return _patience.get(place, 0.0)
+
+
+def be_patient(place: tuple[Any, ...], seconds: float) -> None:
+    """It has been told of after so long; next time, after twice as long."""
+    if len(_patience) >= REMEMBERED:
+        _patience.clear()
+    _patience[place] = 2 * seconds
 
 
 def told(group: Any, site: Site, wait: int, kind: int, missing: int, seconds: float, status: int) -> float:
@@ -157,32 +170,33 @@ def _for_message(me: int, ranks: Sequence[Mapping[str, Any]]) -> Missing | None:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def who_is_where(missing: Missing, pids: Mapping[int, int], answers: Mapping[int, list[ThreadStack] | None]) -> str:
+def who_is_where(ranks: Sequence[int], processes: Mapping[int, str], places: Mapping[int, str]) -> str:
     """``rank 3 (pid 4711), which is at loader.py:40 in next_batch``"""
-    places = {rank: _place(pids[rank], stacks) + missing.awaits.get(rank, "") for rank, stacks in answers.items()}
-    if len(missing.ranks) == 1:
-        rank = missing.ranks[0]
-        return f"rank {rank} (pid {pids[rank]}), which {places[rank]}"
-    told = "; ".join(f"rank {rank} (pid {pids[rank]}) {place}" for rank, place in places.items())
-    return f"ranks {format_ranks(missing.ranks)}: {told}"
+    if len(ranks) == 1:
+        rank = ranks[0]
+        return f"rank {rank} ({processes[rank]}), which {places[rank]}"
+    told = "; ".join(f"rank {rank} ({processes[rank]}) {place}" for rank, place in places.items())
+    return f"ranks {format_ranks(ranks)}: {told}"
 
 
 def _place(pid: int, stacks: list[ThreadStack] | None) -> str:
-    if stacks and (frame := where(stacks)) is not None:
-        return f"is at {frame}"
-    if process_state(pid) in ("T", "t"):
-        return f"is stopped (`kill -CONT {pid}` lets it go on)"
-    return "does not say where it is (native code holds its interpreter lock?)"
+    frame = where(stacks) if stacks else None
+    return stopped(pid) or SILENT if frame is None else f"is at {frame}"
 
 
-def waiting_words(group: Any, call: str, site: Site, seconds: float, who: str) -> str:
-    at = f" at {format_site(site)}" if site[1] else ""
+def stopped(pid: int) -> str:
+    """Where a process of this host is that is stopped; empty: it is not."""
+    return f"is stopped (`kill -CONT {pid}` lets it go on)" if process_state(pid) in ("T", "t") else ""
+
+
+def waiting_words(group: Any, call: str, site: str, seconds: float, who: str) -> str:
+    at = f" at {site}" if site else ""
     return f"rank {group.rank} has waited {format_seconds(seconds)} in {call} on group {group.name!r}{at} for {who}."
 
 
-def going_on_words(group: Any, missing: Missing, seconds: float) -> str:
-    who = f"rank{'s' if len(missing.ranks) > 1 else ''} {format_ranks(missing.ranks)}"
-    return f"{missing.call} on group {group.name!r} goes on: {who} came after {format_seconds(seconds)}."
+def going_on_words(group: Any, call: str, ranks: Sequence[int], seconds: float) -> str:
+    who = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+    return f"{call} on group {group.name!r} goes on: {who} came after {format_seconds(seconds)}."
 
 
 def write(sentence: str) -> None:

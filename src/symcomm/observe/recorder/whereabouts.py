@@ -22,7 +22,7 @@ from symcomm._core import native
 from symcomm.memory.arena import own_arena_at, whereabouts_at
 from symcomm.memory.heap import PAGE
 from symcomm.observe.recorder.processes import user_of
-from symcomm.observe.recorder.stacks import ThreadStack, thread_stacks
+from symcomm.observe.recorder.stacks import ThreadStack, thread_stacks, where
 
 LOOK = 0.002  # seconds between two looks for answers
 _HEAD, _NUMBER = struct.Struct("<4I"), struct.Struct("<I")  # struct whereabouts, and its first word
@@ -45,6 +45,12 @@ def answer(place: int) -> bytes:
             told = [{**stack, "frames": stack["frames"][:frames]} for stack in told]
         else:
             told.pop()
+
+
+def place_of(thread: int) -> str:
+    """The innermost frame of the program in a thread of this process."""
+    frame = where(thread_stacks(thread))
+    return "" if frame is None else str(frame)
 
 
 class Question:
