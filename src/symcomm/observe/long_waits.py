@@ -38,9 +38,32 @@ class Missing:
 
 
 @dataclass
-class _Wait:
-    """One that lasts."""
+class Told:
+    """What was said last of a wait that lasts: who is missing, and where."""
 
+    said: str = field(default="", init=False)
+
+    def say(self, place: tuple[Any, ...], group: Any, call: str, site: str, seconds: float, who: str) -> None:
+        """Say it if it is news. ``place``: what waits, and for whom; next time, it is patient for twice as long."""
+        if who == self.said:
+            return
+        if not self.said:
+            if len(_patience) >= REMEMBERED:
+                _patience.clear()
+            _patience[place] = 2 * seconds
+        self.said = who
+        at = f" at {site}" if site else ""
+        waited = f"rank {group.rank} has waited {format_seconds(seconds)} in {call} on group {group.name!r}{at}"
+        _write(f"{waited} for {who}.")
+
+    def say_it_goes_on(self, group: Any, call: str, ranks: Sequence[int], seconds: float) -> None:
+        if self.said:
+            who = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+            _write(f"{call} on group {group.name!r} goes on: {who} came after {format_seconds(seconds)}.")
+
+
+@dataclass
+class _Wait(Told):
     group: Any
     site: Site
     kind: int
@@ -48,7 +71,6 @@ class _Wait:
     missing: Missing | None = None
     questions: dict[int, Question] = field(default_factory=dict)  # by rank
     asked_at: float = 0.0
-    said: str = ""  # last, of who is missing and where
 
     def look(self, first: int, seconds: float) -> float:
         """Ask, or say what was answered. Returns the seconds until the next look."""
@@ -79,17 +101,12 @@ class _Wait:
         pids = {rank: self.group.peers[rank].pid for rank in answers}
         places = {r: _place(pids[r], stacks) + missing.awaits.get(r, "") for r, stacks in answers.items()}
         who = who_is_where(missing.ranks, {rank: f"pid {pid}" for rank, pid in pids.items()}, places)
-        if who == self.said:
-            return
-        if not self.said:
-            be_patient(self._key(), self.seconds)
-        self.said = who
         at = format_site(self.site) if self.site[1] else ""
-        write(waiting_words(self.group, missing.call, at, self.seconds, who))
+        self.say(self._key(), self.group, missing.call, at, self.seconds, who)
 
     def end(self, status: int, seconds: float) -> None:
-        if self.said and self.missing is not None and status == 0:  # else an error says what happened
-            write(going_on_words(self.group, self.missing.call, self.missing.ranks, seconds))
+        if self.missing is not None and status == 0:  # else an error says what happened
+            self.say_it_goes_on(self.group, self.missing.call, self.missing.ranks, seconds)
 
 
 _waits: dict[int, _Wait] = {}  # by what the core calls them
@@ -98,13 +115,6 @@ _patience: dict[tuple[Any, ...], float] = {}  # seconds before a place is told o
 
 def patience_with(place: tuple[Any, ...]) -> float:
     return _patience.get(place, 0.0)
-
-
-def be_patient(place: tuple[Any, ...], seconds: float) -> None:
-    """It has been told of after so long; next time, after twice as long."""
-    if len(_patience) >= REMEMBERED:
-        _patience.clear()
-    _patience[place] = 2 * seconds
 
 
 def told(group: Any, site: Site, wait: int, kind: int, missing: int, seconds: float, status: int) -> float:
@@ -189,17 +199,7 @@ def stopped(pid: int) -> str:
     return f"is stopped (`kill -CONT {pid}` lets it go on)" if process_state(pid) in ("T", "t") else ""
 
 
-def waiting_words(group: Any, call: str, site: str, seconds: float, who: str) -> str:
-    at = f" at {site}" if site else ""
-    return f"rank {group.rank} has waited {format_seconds(seconds)} in {call} on group {group.name!r}{at} for {who}."
-
-
-def going_on_words(group: Any, call: str, ranks: Sequence[int], seconds: float) -> str:
-    who = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
-    return f"{call} on group {group.name!r} goes on: {who} came after {format_seconds(seconds)}."
-
-
-def write(sentence: str) -> None:
+def _write(sentence: str) -> None:
     with contextlib.suppress(Exception):  # there may be no stderr
         sys.stderr.write(f"symcomm: {sentence}\n")
         sys.stderr.flush()

@@ -15,29 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from symcomm.group import hooks
-from symcomm.observe.long_waits import (
-    ASKED,
-    SILENT,
-    be_patient,
-    going_on_words,
-    patience_with,
-    stopped,
-    waiting_words,
-    who_is_where,
-    write,
-)
+from symcomm.observe.long_waits import ASKED, SILENT, Told, patience_with, stopped, who_is_where
 
 LONGEST_PAUSE = 0.5  # seconds between two looks
 CUT_OFF = "does not answer (stopped, or cut off?)"
 
 
 @dataclass
-class _Wait:
-    """One that lasts."""
-
+class _Wait(Told):
     doing: Any  # hierarchical.standoff.Lasting
     look_at: float = 0.0
-    said: str = ""  # last, of who is missing and where
     missing: Sequence[int] = ()
 
     def look(self, group: Any, now: float) -> None:
@@ -55,18 +42,13 @@ class _Wait:
         who = who_is_where(
             list(answers), {r: _process(group, r) for r in named}, {r: _place(group, r, answers[r]) for r in named}
         )
-        if who == self.said:
-            return
-        if not self.said:
-            be_patient(place, seconds)
-        self.said, self.missing = who, list(answers)
+        self.missing = list(answers)
         at = self.doing.site or hooks.place_of(group.arena.thread).partition(" in ")[0]
-        write(waiting_words(group, self.doing.call, at, seconds, who))
+        self.say(place, group, self.doing.call, at, seconds, who)
 
     def end(self, group: Any) -> None:
-        if self.said and group.failures.verdict is None:  # else an error says what happened
-            seconds = time.monotonic() - self.doing.since
-            write(going_on_words(group, self.doing.call, self.missing, seconds))
+        if group.failures.verdict is None:  # else an error says what happened
+            self.say_it_goes_on(group, self.doing.call, self.missing, time.monotonic() - self.doing.since)
 
 
 # --- the thread ------------------------------------------------------------------------------------------------------

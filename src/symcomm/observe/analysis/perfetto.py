@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from symcomm.observe.analysis.calls import RecordedCalls
 from symcomm.observe.analysis.clocks import offsets
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.trace import Trace
@@ -14,7 +15,8 @@ from symcomm.observe.recorder.trace import Trace
 def chrome_trace(trace: Trace) -> dict[str, Any]:
     """In Chrome's JSON format; times in microseconds since the first operation."""
     shift = offsets(trace)
-    operations = trace.operations()
+    calls = RecordedCalls(trace)
+    operations = calls.operations
     groups = sorted({op.group for ops in operations.values() for op in ops})
     starts = [op.created_ns + shift[rank] for rank, ops in operations.items() for op in ops]
     begin = min(starts, default=0)
@@ -24,7 +26,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
         events += _names(trace, rank, {i: g for i, g in enumerate(groups) if g in used})
         noted = trace.ranks[rank].noted_ns
         events += [_slice(rank, groups.index(op.group), op, shift[rank] - begin, noted) for op in ops]
-    events += _arrows(operations, groups, {rank: s - begin for rank, s in shift.items()})
+    events += _arrows(calls, groups, {rank: s - begin for rank, s in shift.items()})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -52,23 +54,19 @@ def _slice(rank: int, track: int, op: Operation, shift: int, noted_ns: int) -> d
     }
 
 
-def _arrows(operations: dict[int, list[Operation]], groups: list[str], shift: dict[int, int]) -> list[dict[str, Any]]:
+def _arrows(calls: RecordedCalls, tracks: list[str], shift: dict[int, int]) -> Iterator[dict[str, Any]]:
     """From the rank that came last to those that slept."""
-    meetings: dict[tuple[str, tuple[int, ...], int], dict[int, Operation]] = {}
-    for rank, ops in operations.items():
-        for op in ops:
-            if not op.is_message and op.finished_ns is not None:
-                meetings.setdefault((op.group, op.ranks, op.seq), {})[rank] = op
-    arrows = []
-    for (group, _, seq), met in sorted(meetings.items()):
-        came_at = {rank: op.created_ns + shift[rank] for rank, op in met.items()}
-        last = max(came_at, key=lambda rank: came_at[rank])
-        for rank, op in met.items():
+    met = ((group, seq, ops) for group in calls.groups for seq, ops in sorted(group.by_seq.items()))
+    for group, seq, ops in met:
+        came_at = {rank: op.created_ns + shift[rank] for rank, op in ops.items() if op.finished_ns is not None}
+        last = max(came_at, key=lambda rank: came_at[rank], default=-1)
+        for rank in came_at:
+            op = ops[rank]
             if rank == last or not op.waited_us:
                 continue
-            common = {"name": "waited for", "cat": "wait", "id": f"{group}/{seq}/{rank}", "tid": groups.index(group)}
+            track = tracks.index(group.name)
+            common = {"name": "waited for", "cat": "wait", "id": f"{group.name}/{seq}/{rank}", "tid": track}
             came = came_at[last] / 1000
             ended = ((op.finished_ns or 0) + shift[rank]) / 1000
-            arrows.append({**common, "ph": "s", "pid": last, "ts": came})
-            arrows.append({**common, "ph": "f", "bp": "e", "pid": rank, "ts": max(came, ended)})
-    return arrows
+            yield {**common, "ph": "s", "pid": last, "ts": came}
+            yield {**common, "ph": "f", "bp": "e", "pid": rank, "ts": max(came, ended)}

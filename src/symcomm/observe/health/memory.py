@@ -13,7 +13,6 @@ from symcomm.memory.limits import cgroup_room, format_bytes, system_room
 from symcomm.observe.health import FAIL, OK, WARN, Finding
 
 LITTLE = 1 << 30
-SHM_LITTLE = 1 << 30
 
 
 def free_memory() -> Finding:
@@ -57,7 +56,7 @@ def shared_directory() -> Finding:
         state = FAIL if named else WARN
         return Finding("shared memory", state, f"{path}: {error.strerror}", f"mount a tmpfs at {path}")
     found = f"{path}: {format_bytes(room.free)} of {format_bytes(room.total)} free"
-    if room.free >= SHM_LITTLE:
+    if room.free >= LITTLE:
         return Finding("shared memory", OK, found)
     why = "arenas lie there (SYMCOMM_SHARE=named)" if named else "ours is elsewhere, but torch's DataLoader uses it"
     return Finding("shared memory", WARN, f"{found}; {why}", "docker run --shm-size=8g, or mount -o remount,size=8g")

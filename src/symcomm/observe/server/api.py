@@ -182,9 +182,7 @@ def store(request: Request) -> Any:
         raise CallerError("this rank has no store.")
     key = request.get_param("key")
     if key and not request.has_token:
-        refused = Response()
-        refused.set_json({"error": "a store's values are shown only to who sends the job's token."}, 401)
-        return refused
+        return Response.of_json({"error": "a store's values are shown only to who sends the job's token."}, 401)
     shared = _own_store(request)
     if key:
         if not shared.check([key]):

@@ -115,7 +115,7 @@ class RankSession(HttpSession):
             body, params, method=head.method, path=path, headers=head.headers, trusted=trusted, has_token=has_token,
             rank=self._server.rank,
         )  # fmt: skip
-        return self._answer(request)
+        return _answer(request)
 
     def _has_token(self, head: Head) -> bool:
         scheme, _, given = head.headers.get("Authorization", "").partition(" ")
@@ -141,53 +141,44 @@ class RankSession(HttpSession):
                 401, "The job's token is needed: send `Authorization: Bearer TOKEN` with what SYMCOMM_TOKEN holds."
             )
 
-    # --- what is asked ---------------------------------------------------------------------------
 
-    @classmethod
-    def _answer(cls, request: Request) -> Response:
-        method = "GET" if request.method == "HEAD" else request.method
-        known = routes().get((method, request.path))
-        if known is not None:
-            return cls._call_route(known.answer, request)
-        response = Response()
-        if method == "GET" and request.path == "/":
-            response.set_content(PAGE, "text/html")
-        elif method == "GET" and request.path == "/handler/":
-            response.set_json(get_handler_names())
-        elif method == "POST" and request.path.startswith("/handler/"):
-            cls._call_handler(request.path.removeprefix("/handler/").removesuffix("/"), request, response)
-        else:
-            response.set_status(404)
-        return response
+# --- what is asked -------------------------------------------------------------------------------
 
-    @staticmethod
-    def _call_handler(name: str, request: Request, response: Response) -> None:
-        if "/" in name:
-            response.set_status(404)
-            return
-        try:
-            handler = get_handler(name)
-        except ValueError as error:
-            response.set_content(f"Handler {name} not found: {error}", "text/plain")
-            response.set_status(404)
-            return
-        try:
-            handler(request, response)
-        except Exception as error:
-            response.set_content(f"Handler {name} failed: {format_exception(error)}", "text/plain")
-            response.set_status(500)
 
-    @staticmethod
-    def _call_route(answer: Any, request: Request) -> Response:
-        response = Response()
-        try:
-            value = answer(request)
-        except CallerError as error:
-            response.set_json({"error": str(error)}, 400)
-        except Exception as error:
-            response.set_json({"error": f"{type(error).__name__}: {error}"}, 500)
-        else:
-            if isinstance(value, Response):
-                return value
-            response.set_json(value)
-        return response
+def _answer(request: Request) -> Response:
+    method = "GET" if request.method == "HEAD" else request.method
+    known = routes().get((method, request.path))
+    if known is not None:
+        return _call_route(known.answer, request)
+    if method == "GET" and request.path == "/":
+        return Response(PAGE, "text/html")
+    if method == "GET" and request.path == "/handler/":
+        return Response.of_json(get_handler_names())
+    if method == "POST" and request.path.startswith("/handler/"):
+        return _call_handler(request.path.removeprefix("/handler/").removesuffix("/"), request)
+    return Response(status=404)
+
+
+def _call_handler(name: str, request: Request) -> Response:
+    if "/" in name:
+        return Response(status=404)
+    try:
+        handler = get_handler(name)
+    except ValueError as error:
+        return Response(f"Handler {name} not found: {error}", "text/plain", 404)
+    response = Response()
+    try:
+        handler(request, response)
+    except Exception as error:
+        return Response(f"Handler {name} failed: {format_exception(error)}", "text/plain", 500)
+    return response
+
+
+def _call_route(answer: Any, request: Request) -> Response:
+    try:
+        value = answer(request)
+    except CallerError as error:
+        return Response.of_json({"error": str(error)}, 400)
+    except Exception as error:
+        return Response.of_json({"error": f"{type(error).__name__}: {error}"}, 500)
+    return value if isinstance(value, Response) else Response.of_json(value)

@@ -30,7 +30,7 @@ from symcomm.memory.arena import current_arena, has_arena
 from symcomm.memory.flight import read_groups
 from symcomm.observe.recorder.records import operations_at
 from symcomm.observe.recorder.torch_format import as_json, as_pickle, torch_dump
-from symcomm.observe.server.requests import Request
+from symcomm.observe.server.requests import Request, Response
 
 Handler = Callable[[Any, Any], Any]
 PY_SPY_SECONDS = 60
@@ -210,22 +210,12 @@ def _wait_counter_values(request: Any, response: Any) -> None:
     _reply(response, "{}", "application/json")
 
 
-class _Kept:
-    content: str | bytes = "{}"
-
-    def set_content(self, content: str | bytes, _content_type: str) -> None:
-        self.content = content
-
-    def set_status(self, _status: int) -> None:
-        """Not needed."""
-
-
 def _c10d_health_check(request: Any, response: Any) -> None:
     """Whether a group that a HealthCheckHook watches has failed in this process, ours or PyTorch's."""
-    unhealthy, kept = set(unhealthy_backends()), _Kept()
+    unhealthy, found = set(unhealthy_backends()), Response()
     if theirs := _torchs_handler("c10d_health_check"):  # since 2.15
-        theirs(request, kept)
-        unhealthy |= set(json.loads(kept.content).get("unhealthy_backends", ()))
+        theirs(request, found)
+        unhealthy |= set(json.loads(found.content or "{}").get("unhealthy_backends", ()))
     told = {"healthy": not unhealthy, "unhealthy_backends": sorted(unhealthy)}
     _reply(response, json.dumps(told, separators=(",", ":")), "application/json")
 

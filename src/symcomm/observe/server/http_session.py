@@ -99,10 +99,7 @@ class HttpSession(abc.ABC):
             self.read_body()  # else the rest would be taken for the next request
         except Refusal as refusal:
             self.end = f"{refusal.status} {refusal}"
-            response = Response()
-            response.status = refusal.status
-            response.set_content(str(refusal), "text/plain")
-            self._send(response, close=True)
+            self._send(Response(str(refusal), "text/plain", refusal.status), close=True)
             return False
         self._send(response, close=False)
         return self._http.our_state is self._h11.DONE and self._http.their_state is self._h11.DONE

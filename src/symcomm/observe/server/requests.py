@@ -65,13 +65,17 @@ class Request:
 
 
 class Response:
-    """The answer; empty with status 200 until something is set. Raises: TypeError, BadArgumentError."""
+    """The answer; empty with status 200 unless something is set. Raises: TypeError, BadArgumentError."""
 
-    def __init__(self) -> None:
-        self.status = 200
-        self.content = b""
-        self.content_type = ""
+    def __init__(self, content: str | bytes = b"", content_type: str = "", status: int = 200) -> None:
+        self.status = status
+        self.content = content.encode() if isinstance(content, str) else content
+        self.content_type = content_type
         self.headers: dict[str, str] = {}
+
+    @classmethod
+    def of_json(cls, value: Any, status: int = 200) -> Response:
+        return cls(json.dumps(value, default=str), "application/json", status)
 
     def set_content(self, content: str | bytes, content_type: str) -> None:
         if not isinstance(content, (str, bytes)) or not isinstance(content_type, str):
@@ -88,7 +92,3 @@ class Response:
         if not 200 <= status <= 599:
             raise bad_argument("set_status", "status", status, "200 to 599")
         self.status = int(status)
-
-    def set_json(self, value: Any, status: int = 200) -> None:
-        self.set_content(json.dumps(value, default=str), "application/json")
-        self.set_status(status)

@@ -11,7 +11,6 @@ interpreter lock while there are no requests. A forked child closes its copies o
 from __future__ import annotations
 
 import atexit
-import contextlib
 import multiprocessing.util
 import os
 import secrets
@@ -88,6 +87,7 @@ class Server:
         self.files = server_registry.OwnFiles()
         if listener.family == socket.AF_UNIX:
             self.files.add(listener.getsockname())
+        self.port, self.address = _place_of(listener, tls)
         self.rank.address = self.address
         try:
             load_h11()
@@ -105,24 +105,6 @@ class Server:
         _servers.add(self)
         if multiprocessing.parent_process() is not None:  # such a process ends without running atexit's list
             multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
-
-    @property
-    def port(self) -> int:
-        """The TCP port; 0 for a Unix socket."""
-        return 0 if self._listener.family == socket.AF_UNIX else self._port
-
-    @property
-    def address(self) -> str:
-        """``unix:/path``, or the URL that clients begin with."""
-        if self._closed:
-            return self.rank.address
-        name = self._listener.getsockname()
-        if self._listener.family == socket.AF_UNIX:
-            return f"unix:{name}"
-        self._port = name[1]
-        host = name[0] if name[0] not in ("0.0.0.0", "::") else socket.gethostname()
-        scheme = "http" if self.tls is None else "https"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     # --- the end -----------------------------------------------------------------------------------
 
@@ -162,6 +144,15 @@ def _at_exit() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _place_of(listener: socket.socket, tls: Any) -> tuple[int, str]:
+    """The TCP port, 0 for a Unix socket; and ``unix:/path``, or the URL that clients begin with."""
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return 0, f"unix:{name}"
+    host = name[0] if name[0] not in ("0.0.0.0", "::") else socket.gethostname()
+    return name[1], f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{name[1]}"
 
 
 # --- starting --------------------------------------------------------------------------------------
@@ -231,19 +222,14 @@ def listen_unix(path: str) -> socket.socket:
     """A socket at ``path`` that only this user may connect to. It replaces a dead server's."""
     if len(os.fsencode(path)) > 107:
         raise errors.bad_argument("server", "path", path, "at most 107 bytes long, as the kernel wants it")
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        try:
-            if os.path.lexists(path) and not _removed_dead(path):
-                raise errors.CallerError(f"{path} already exists")
-            os.fchmod(listener.fileno(), 0o600)  # before bind, so that it never is anything else
-            listener.bind(path)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise errors.ResourceError(f"Error binding to {path}: {error.strerror}.") from error
-        listener.setblocking(False)
-        stack.pop_all()
-    return listener
+    try:
+        if os.path.lexists(path) and not _removed_dead(path):
+            raise errors.CallerError(f"{path} already exists")
+        listener = socket.socket(socket.AF_UNIX)
+        os.fchmod(listener.fileno(), 0o600)  # before bind, so that it never is anything else
+        return _listen(listener, path)
+    except OSError as error:
+        raise errors.ResourceError(f"Error binding to {path}: {error.strerror}.") from error
 
 
 def _removed_dead(path: str) -> bool:
@@ -264,18 +250,24 @@ def _removed_dead(path: str) -> bool:
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    with contextlib.ExitStack() as stack:
-        try:
-            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, _, _, _, place = found[0]
-            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise errors.ResourceError(f"Error binding to {host}:{port}: {error.strerror or error}.") from error
-        listener.setblocking(False)
-        stack.pop_all()
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, place = found[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return _listen(listener, place)
+    except OSError as error:
+        raise errors.ResourceError(f"Error binding to {host}:{port}: {error.strerror or error}.") from error
+
+
+def _listen(listener: socket.socket, place: Any) -> socket.socket:
+    try:
+        listener.bind(place)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
     return listener
 
 

@@ -7,15 +7,11 @@ py-spy and the kernel know a little.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from symcomm import errors
 from symcomm.observe.recorder.processes import environment_of
@@ -23,8 +19,6 @@ from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.recorder.whereabouts import QuestionThroughFile, await_answers
 
 ANSWER = 2.0  # seconds for all ranks to report where they are
-ANSWER_BYTES = 64 << 20  # that a rank's answer may have
-PIECE = 64 << 10  # bytes of it that are read at a time
 SPY_DEADLINE = 10.0
 STORE_DEADLINE = 3.0
 KEYS_SHOWN = 2000
@@ -39,37 +33,6 @@ def ask_stacks(arenas: Mapping[int, tuple[int, str]], seconds: float = ANSWER) -
                 asked = QuestionThroughFile(path, pid)
                 questions[rank] = stack.enter_context(contextlib.closing(asked))
         return {rank: [] for rank in arenas} | await_answers(questions, seconds)
-
-
-def _left(deadline: float) -> float:
-    return max(0.01, deadline - time.monotonic())
-
-
-def read_answer(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The body, read as it comes, since an announced length may be a lie. OSError if it does not end."""
-    body = bytearray()
-    while piece := answer.read(PIECE):
-        body += piece
-        if len(body) > ANSWER_BYTES or time.monotonic() > deadline:
-            raise ConnectionAbortedError(f"an answer of more than {len(body)} bytes")
-    return bytes(body)
-
-
-def request(address: str, token: str, path: str, deadline: float) -> http.client.HTTPConnection:
-    """Ask a rank's server at ``unix:/path``, ``http://host:port`` or ``https://host:port``."""
-    place = urlsplit(address)
-    kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-    connection = kind(place.hostname or "localhost", place.port, timeout=_left(deadline))
-    try:
-        if place.scheme == "unix":
-            connection.sock = socket.socket(socket.AF_UNIX)
-            connection.sock.settimeout(_left(deadline))
-            connection.sock.connect(place.path)
-        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def format_stacks(stacks: list[ThreadStack]) -> str:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from symcomm.observe.recorder.dump import boot_id
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.recorder.trace import RankTrace, Trace
-from symcomm.observe.top.feed import Feed, GroupFacts, Sample, attach
+from symcomm.observe.top.feed import Feed, Sample, attach
 from symcomm.observe.top.jobs import JobFacts
 
 CLOCK = 0.1  # seconds to measure the rate of the processor's counter
@@ -23,7 +22,10 @@ def as_trace(sample: Sample, operations: Mapping[int, Iterable[Operation]]) -> T
     """What is known of a running job, from a feed's sample and the ranks' operations."""
     wall = time.time_ns() - time.monotonic_ns() + sample.now_ns
     boot = boot_id()
-    groups = [_group_facts(group) for group in sample.groups]
+    groups = [
+        {"name": group.name, "rank": 0, "size": group.size, "ranks": list(group.ranks), "description": ""}
+        for group in sample.groups
+    ]
     known = {fact.rank: list(operations.get(fact.rank, ())) for fact in sample.ranks}
     a_death = any(op.state == "dead" for ops in known.values() for op in ops[-1:])
     ranks = {}
@@ -43,10 +45,6 @@ def _end(operations: list[Operation], a_death: bool) -> str:
     if state == "running" or (state == "completed" and a_death):
         return "died"
     return "left" if state == "completed" else ""
-
-
-def _group_facts(group: GroupFacts) -> dict[str, Any]:
-    return {"name": group.name, "rank": 0, "size": group.size, "ranks": list(group.ranks), "description": ""}
 
 
 def look(job: JobFacts, call: str = "look") -> Trace:

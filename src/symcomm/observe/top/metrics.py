@@ -177,9 +177,7 @@ def metrics(request: Request) -> Response:
     except errors.ResourceError as error:
         raise errors.CallerError(str(error)) from None
     kind, text = meter.render()
-    response = Response()
-    response.set_content(text, kind)
-    return response
+    return Response(text, kind)
 
 
 class Spans:

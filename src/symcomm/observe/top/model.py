@@ -29,14 +29,11 @@ USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if normal) 
 RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in instances
 RECENT = 8  # operations of each rank that a verdict looks at, beside its last one in each group
 SAMPLES = 512  # instances of one collective and size that percentiles are made of
-STANDS_OUT = (
-    0.75  # the share of all waiting that one of two or three ranks must cause; of more ranks, twice an even share
-)
+STANDS_OUT = 0.75  # of all waiting, the share that one of two or three ranks must cause; of more, twice an even share
 WAIT_NS = 200_000_000  # a rank that waits longer than this is shown as waiting
 STUCK_S = 5.0  # a rank that waits longer than this is stuck
 STACKS_S = 5.0  # how long a rank's stacks may be shown before it is asked again
 BLAMED = 3  # ranks that are asked where they are
-
 
 GroupKey = tuple[str, tuple[int, ...]]
 

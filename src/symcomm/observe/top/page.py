@@ -120,8 +120,8 @@ class PageServer:
 
     # --- answers --------------------------------------------------------------------------------------------------
 
-    def answer(self, path: str, query: dict[str, str]) -> tuple[str, bytes] | None:
-        """(content type, body) for an authenticated request; None if there is no such page."""
+    def answer(self, path: str, query: dict[str, str]) -> Response | None:
+        """To an authenticated request; None if there is no such page."""
         if path == "/api/v1/snapshot":
             since = query.get("since", "0")
             with self.lock:
@@ -140,12 +140,13 @@ class PageServer:
                 return _json({"error": str(error)})
         if path == "/metrics" and self.metrics is not None:
             with self.lock:
-                return self.metrics()
+                kind, text = self.metrics()
+            return Response(text, kind)
         return None
 
 
-def _json(what: Any) -> tuple[str, bytes]:
-    return "application/json", json.dumps(what, separators=(",", ":")).encode()
+def _json(what: Any, status: int = 200) -> Response:
+    return Response(json.dumps(what, separators=(",", ":")), "application/json", status)
 
 
 class _Connection(HttpSession):
@@ -183,26 +184,18 @@ class _Connection(HttpSession):
         except ValueError:
             return _refuse(400, "the address cannot be read.")
         if parts.path == "/":
-            body, policy = page()
-            return _reply(200, "text/html; charset=utf-8", body, policy)
+            text, policy = page()
+            response = Response(text, "text/html; charset=utf-8")
+            response.headers["Content-Security-Policy"] = policy
+            return response
         given = head.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self._owner.token}".encode()):
             return _refuse(401, "the token is missing or wrong; open the address that `symcomm top` printed.")
         self.trusted = True
-        found = self._owner.answer(parts.path, query)
-        return _refuse(404, "there is nothing here.") if found is None else _reply(200, *found)
+        return self._owner.answer(parts.path, query) or _refuse(404, "there is nothing here.")
 
 
 def _refuse(status: int, words: str) -> Response:
-    response = _reply(status, *_json({"error": words}))
+    response = _json({"error": words}, status)
     response.headers["Connection"] = "close"
-    return response
-
-
-def _reply(status: int, kind: str, body: bytes, policy: str = "") -> Response:
-    response = Response()
-    response.set_content(body, kind)
-    response.set_status(status)
-    if policy:
-        response.headers["Content-Security-Policy"] = policy
     return response

@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import socket
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 from symcomm import errors
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import ThreadStack
-from symcomm.observe.top.ask import read_answer, request
 from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 
 ANSWER = 2.0  # seconds for a server to answer
+ANSWER_BYTES = 64 << 20  # that its answer may have
+PIECE = 64 << 10  # bytes of it that are read at a time
 AT_ONCE = 64  # servers asked at the same time
 AT_A_TIME = 5000  # operations in one answer
 MEMORY_S = 5.0  # how often a rank is asked for its memory
@@ -28,11 +31,21 @@ FAILURES = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
 
 
 def get_json(address: str, token: str, path: str, seconds: float = ANSWER) -> Any:
-    """What a rank's server answers; any of FAILURES when it does not."""
-    deadline = time.monotonic() + seconds
-    with contextlib.closing(request(address, token, path, deadline)) as connection:
-        answer = connection.getresponse()
-        body = read_answer(answer, deadline)
+    """What a rank's server at ``unix:/path``, ``http://host:port`` or ``https://host:port`` answers; any of FAILURES
+    when it does not."""
+    end, place = time.monotonic() + seconds, urlsplit(address)
+    kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+    with contextlib.closing(kind(place.hostname or "localhost", place.port, timeout=seconds)) as connection:
+        if place.scheme == "unix":
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(seconds)
+            connection.sock.connect(place.path)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+        answer, body = connection.getresponse(), bytearray()
+        while piece := answer.read(PIECE):  # as it comes, since an announced length may be a lie
+            body += piece
+            if len(body) > ANSWER_BYTES or time.monotonic() > end:
+                raise ConnectionAbortedError(f"an answer of more than {len(body)} bytes")
         if answer.status != 200:
             raise ConnectionRefusedError(f"{address}{path}: {answer.status} {answer.reason}")
         return json.loads(body)

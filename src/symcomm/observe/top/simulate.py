@@ -95,11 +95,16 @@ class SimulatedFeed(Feed):
         base = Operation(
             rank=0, number=self._seq + 1, group="world", ranks=self._members, seq=self._seq, call=call, dtype=dtype,
             op=op, root=0 if call == "broadcast" else None, count=count, nbytes=count * ITEM[dtype], created_ns=0,
-            finished_ns=0, waited_us=0, state="completed", plan="streamed" if count > 1 << 16 else "one-shot",
-            zero_copy=count > 1 << 20, site=site, exact_site=True, way="short", thread="inline",
-            copies="direct" if count > 1 << 20 else "no_plan",
+            finished_ns=0, waited_us=0, state="running" if missing else "completed",
+            plan="streamed" if count > 1 << 16 else "one-shot", zero_copy=count > 1 << 20, site=site, exact_site=True,
+            way="short", thread="inline", copies="direct" if count > 1 << 20 else "no_plan",
         )  # fmt: skip
-        operations = [_copy(base, r, starts[r], ends[r], last, bool(missing)) for r in self._members]
+        operations = [
+            base.changed(
+                rank=r, created_ns=start, finished_ns=None if missing else end, waited_us=(last - start) // 1000
+            )
+            for r, start, end in zip(self._members, starts, ends, strict=True)
+        ]
         self._seq += 1
         self._step = (self._step + 1) % len(STEP)
         self._next_ns = max(ends)
@@ -112,11 +117,7 @@ class SimulatedFeed(Feed):
         while not self._halted and self._next_ns < now:
             self._open.append(self._plan_next())
         told: dict[int, list[Operation]] = {r: [] for r in self._members}
-        still = []
-        for plan in self._open:
-            if not self._tell(plan, now, told):
-                still.append(plan)
-        self._open = still
+        self._open = [plan for plan in self._open if not self._tell(plan, now, told)]
         ranks = [
             RankFacts(r, START_PID + r, True, self._ended[r], (160 << 20) + (r * 7919 % 64 << 20))
             for r in self._members
@@ -159,14 +160,3 @@ class SimulatedFeed(Feed):
 
     def store_keys(self) -> list[str]:
         return ["init/count", "init/cards", *(f"groups/{name}/cards" for name in ("world", "tp0", "tp1")), "epoch"]
-
-
-def _copy(base: Operation, rank: int, start: int, end: int, last: int, unfinished: bool) -> Operation:
-    """``base`` as one rank made it."""
-    return base.changed(
-        rank=rank,
-        created_ns=start,
-        finished_ns=None if unfinished else end,
-        waited_us=(last - start) // 1000,
-        state="running" if unfinished else "completed",
-    )
