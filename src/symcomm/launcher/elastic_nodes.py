@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from symcomm.errors import DeadlineError, PeerError, StoreConnectionError, bad_argument, format_seconds
 from symcomm.launcher.job import CALL, Job
-from symcomm.launcher.launch import LOOK_S, JobAttempt, StopRequest, judge
+from symcomm.launcher.launch import LOOK_S, JobAttempt, StopRequest, judge, watched
 from symcomm.launcher.output import Output
 from symcomm.launcher.reaper import Reaper
 
@@ -242,21 +242,15 @@ def _is_here(host: str) -> bool:
 
 def launch_nodes(job: Job, output: Output) -> int:
     """Like ``launch``, for one node of an elastic job."""
-    job.check()
-    stop = StopRequest()
-    with stop.listening():
-        reaper = Reaper(job.mark)
-        nodes: ElasticNodes | None = None
+    with watched(job) as (stop, reaper):
         try:
             nodes = ElasticNodes(job)
             code = _run_rounds(job, nodes, output, reaper, stop)
             nodes.linger(stop)
+            return code
         except (PeerError, DeadlineError) as error:
             output.say([f"{STORE_GONE} ({error})"])
-            code = 1
-        finally:
-            reaper.dismiss()
-    return code
+            return 1
 
 
 def _run_rounds(job: Job, nodes: ElasticNodes, output: Output, reaper: Reaper, stop: StopRequest) -> int:
@@ -268,12 +262,8 @@ def _run_rounds(job: Job, nodes: ElasticNodes, output: Output, reaper: Reaper, s
             nodes.leave(assignment)
             return 128 + stop.signum if stop.signum else 0 if assignment == OVER else code
         here = replace(job, node_rank=assignment.node_rank, nodes=max(assignment.nodes, assignment.node_rank + 1))
-        attempt = JobAttempt(
-            here, assignment.round, output, reaper, stop, nodes.look, assignment.late, store=nodes.store
-        )  # fmt: skip
-        stop.attempt = attempt
+        attempt = JobAttempt(here, assignment.round, output, reaper, stop, nodes.look, assignment.late, nodes.store)
         attempt.run()
-        stop.attempt = None
         failed = attempt.first_failed is not None and not attempt.first_failed.stopping
         if attempt.cut_short and not failed:
             again = nodes._told(f"seats/{nodes.round + 1}") if attempt.cut_short != STORE_GONE else ""

@@ -140,6 +140,7 @@ class JobAttempt:
         hosts_store = self.job.node_rank == 0 and self.job.min_nodes is None
         holder = reserve_port(port) if hosts_store else None
         own_store: Any = None
+        self._stop.attempt = self
         try:
             self._meeting = (host, holder.getsockname()[1] if holder else port)
             if hosts_store and self.job.keeps_store:
@@ -162,6 +163,7 @@ class JobAttempt:
                 own_store.close()
             if holder:
                 holder.close()
+            self._stop.attempt = None
 
     def ends(self) -> list[verdict.RankEnd]:
         now = time.monotonic()
@@ -351,8 +353,7 @@ class JobAttempt:
     # -- ending -----------------------------------------------------------------------------------
 
     def pass_on(self, signum: int) -> None:
-        for rank in self._live() if self._started else ():
-            _quietly(os.kill, rank.process.pid, signum)
+        signal_processes([rank.process.pid for rank in self._live() if self._started], signum)
 
     def forward_stop(self, signum: int) -> None:
         """A stop from outside: ranks get the full grace period."""
@@ -377,7 +378,8 @@ class JobAttempt:
         for rank in self.ranks:
             if rank.ended is None:
                 rank.stopping = signum
-            _quietly(os.killpg, rank.process.pid, signum)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.process.pid, signum)
 
     def _end_leftovers(self) -> None:
         """Processes that ranks left behind get SIGTERM too, and the rest of the grace period."""
@@ -408,27 +410,31 @@ class JobAttempt:
             self._output.finish(rank.number, which)
 
 
-def launch(job: Job, output: Output) -> int:
-    """Runs a job to its end, with its restarts; returns what the program should exit with."""
+@contextlib.contextmanager
+def watched(job: Job) -> Iterator[tuple[StopRequest, Reaper]]:
+    """What all attempts at a job share; refuses a job that contradicts itself."""
     job.check()
     stop = StopRequest()
     with stop.listening():
         reaper = Reaper(job.mark)
         try:
-            restarts = 0
-            while True:
-                attempt = JobAttempt(job, restarts, output, reaper, stop)
-                stop.attempt = attempt
-                attempt.run()
-                stop.attempt = None
-                code = judge(attempt, stop.signum, output)
-                restarts = attempt.restarts + 1
-                if code == 0 or stop.signum or restarts > job.max_restarts:
-                    break
-                output.say([f"restarting all ranks (restart {restarts} of {job.max_restarts})."], bad=False)
+            yield stop, reaper
         finally:
             reaper.dismiss()
-    return code
+
+
+def launch(job: Job, output: Output) -> int:
+    """Runs a job to its end, with its restarts; returns what the program should exit with."""
+    restarts = 0
+    with watched(job) as (stop, reaper):
+        while True:
+            attempt = JobAttempt(job, restarts, output, reaper, stop)
+            attempt.run()
+            code = judge(attempt, stop.signum, output)
+            restarts = attempt.restarts + 1
+            if code == 0 or stop.signum or restarts > job.max_restarts:
+                return code
+            output.say([f"restarting all ranks (restart {restarts} of {job.max_restarts})."], bad=False)
 
 
 def judge(attempt: JobAttempt, stopped_by: int, output: Output) -> int:
@@ -480,11 +486,6 @@ def _prepare(libc: Any, parent: int, cores: set[int] | None) -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the launcher died before that
         os._exit(1)
-
-
-def _quietly(send: Callable[[int, int], None], target: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        send(target, signum)
 
 
 def _names(pids: list[int]) -> str:

@@ -25,16 +25,14 @@ def last_lines(lines: Sequence[str]) -> list[str]:
 def _users(lines: Sequence[str]) -> list[str]:
     kept: list[str] = []
     inside = False  # a frame of ours, below one of the user's
+    of_a_frame = False  # whether the line kept last is
     for line in lines:
-        if frame := _FRAME.match(line):
-            above = inside or (bool(kept) and _is_of_a_frame(kept[-1]))
-            inside = above and (frame[2].startswith(_OURS) or frame[2].endswith(_TORCHS))
-        elif not _UNDER_FRAME.match(line):
+        frame, under = _FRAME.match(line), _UNDER_FRAME.match(line)
+        if frame:
+            inside = (inside or of_a_frame) and (frame[2].startswith(_OURS) or frame[2].endswith(_TORCHS))
+        elif not under:
             inside = False
         if not inside:
             kept.append(line)
+            of_a_frame = bool(frame or under)
     return kept
-
-
-def _is_of_a_frame(line: str) -> bool:
-    return bool(_FRAME.match(line) or _UNDER_FRAME.match(line))
