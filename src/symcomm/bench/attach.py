@@ -10,7 +10,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -231,7 +231,3 @@ def picture(rows: Sequence[AttachMeasurement], workload: AttachWorkload, best: b
         ] for call in CALLS
     }  # fmt: skip
     return [Bars.of(call, "us a call", bars[call], logarithmic=True) for call in CALLS]
-
-
-def to_json(rows: Sequence[AttachMeasurement], workload: AttachWorkload) -> dict[str, Any]:
-    return workload.to_json([asdict(row) for row in rows])

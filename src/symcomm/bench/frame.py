@@ -2,9 +2,9 @@
 
 A *workload* says what to measure; a *measurement* is what one side did. Sides take turns, back and forth. The module of
 a benchmark has ``ask`` (the workload that the command line asks for), ``run_NAME_bench(workload, tick, seen)``,
-``as_table``, ``note``, ``picture`` and ``to_json``; cli/bench.py calls them. ``bench ddp``, ``steps`` and
-``compile`` also share the second half of this file: programs whose steps are timed. One of their sides, "alone", does
-not communicate: what a step takes above that floor is communication.
+``as_table`` and ``picture``; where the usual will not do, also ``note``, ``to_json`` and ``keep``. cli/bench.py calls
+them. ``bench ddp``, ``steps`` and ``compile`` also share the second half of this file: programs whose steps are timed.
+One of their sides, "alone", does not communicate: what a step takes above that floor is communication.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from symcomm import errors
@@ -74,8 +74,10 @@ class Workload:
         return ""
 
     def to_json(self, rows: Sequence[Any], **more: Any) -> dict[str, Any]:
+        """``rows``: measurements, or what to write of them."""
         plan: Any = self
-        return {"machine": machine(), **more, "plan": asdict(plan), "rows": list(rows)}
+        written = [asdict(row) if is_dataclass(row) else row for row in rows]
+        return {"machine": machine(), **more, "plan": asdict(plan), "rows": written}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -67,8 +66,7 @@ def time_turn(run: Callable[[], Any], core: Any) -> tuple[float, float]:
         torch.cuda.synchronize()
         return (time.perf_counter() - begun) / count
 
-    mine = json.dumps(once(1, True)).encode()
-    first = max(map(json.loads, core.all_gather_bytes(mine)))  # all ranks make the same number of calls
+    first = max(core.all_gather_object(once(1, True)))  # all ranks make the same number of calls
     return once(max(3, min(MOST_CALLS, int(BUDGET_S / first))), False), once(SINGLE_CALLS, True)
 
 
@@ -89,7 +87,7 @@ def main() -> None:
         say({"doing": "ordinary", "nbytes": nbytes})
         check_values(gpu, nbytes // 4)
         sides = make_sides(nbytes // 4, gpu, dist, workload["without"])
-        everyone = [json.loads(names) for names in core.all_gather_bytes(json.dumps(list(sides)).encode())]
+        everyone = core.all_gather_object(list(sides))
         shared = [name for name in sides if all(name in names for names in everyone)]
         for _ in range(workload["rounds"]):
             for name in shared:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -29,19 +28,16 @@ class Ranks:
         self.group, self.idle = group, 0
         self.idle = min(self.timed(lambda: None, 1)[1] for _ in range(3))  # the bytes that this class itself sends
 
-    def everybodys(self, value: Any) -> list[Any]:
-        return [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(value).encode())]
-
     def timed(self, call: Callable[[], Any], calls: int) -> tuple[float, int]:
         """(seconds of a call, of the slowest rank; bytes of all calls, of the host that sent or received most)."""
         self.group.barrier()
         before, begun = carried(), time.perf_counter()
         for _ in range(calls):
             call()
-        seconds = max(self.everybodys((time.perf_counter() - begun) / calls))
+        seconds = max(self.group.all_gather_object((time.perf_counter() - begun) / calls))
         after = carried()  # everybody is done, so nothing is in flight
-        moved = max(max(pair) for pair in self.everybodys([b - a for a, b in zip(before, after, strict=True)]))
-        return seconds, max(0, moved - self.idle)
+        own = max(b - a for a, b in zip(before, after, strict=True))
+        return seconds, max(0, max(self.group.all_gather_object(own)) - self.idle)
 
 
 def measure(case: Case, workload: dict[str, Any], sides: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
@@ -54,7 +50,7 @@ def measure(case: Case, workload: dict[str, Any], sides: dict[str, Any], ranks: 
     for name, bench in ready.items():
         if case.collective == "barrier":
             _check_barrier(name, bench.call, ranks)
-        elif wrong := sum(ranks.everybodys(bench.check())):
+        elif wrong := sum(ranks.group.all_gather_object(bench.check())):
             raise SystemExit(f"{case.collective} of {case.nbytes} bytes on {name}: {wrong} elements are wrong")
         bench.clear()
         bench.call()
@@ -74,7 +70,7 @@ def _check_barrier(name: str, barrier: Callable[[], Any], ranks: Ranks) -> None:
     came = time.monotonic()
     barrier()
     left = time.monotonic()
-    if min(ranks.everybodys(left)) < max(ranks.everybodys(came)):
+    if min(ranks.group.all_gather_object(left)) < max(ranks.group.all_gather_object(came)):
         raise SystemExit(f"barrier on {name}: a rank left before the last one came")
 
 

@@ -52,6 +52,22 @@ def decoder(width: int, layers: int, context: int) -> Any:
     return Decoder()
 
 
+def draw_texts(text: Any, length: int, count: int, draw: Any) -> Any:
+    """Pieces of ``text`` from places that the generator ``draw`` chooses."""
+    import torch
+
+    starts = torch.randint(len(text) - length, (count,), generator=draw)
+    return torch.stack([text[start : start + length] for start in starts.tolist()]).long()
+
+
+def loss_of(model: Any, texts: Any) -> Any:
+    """Of guessing each character from those before it."""
+    import torch
+
+    logits = model(texts[:, :-1])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
+
+
 def sample(model: Any, start: str, length: int) -> str:
     """``start`` and the ``length`` characters with which the model continues it."""
     import torch

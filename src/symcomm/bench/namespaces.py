@@ -106,7 +106,7 @@ class _Hosts(abc.ABC):
     """Namespaces, and the processes in them. A subclass connects them."""
 
     def __init__(self, hosts: int, mbits: int):
-        self.hosts, self.mbits = hosts, mbits
+        self.mbits = mbits
         self._names = [f"{NAME}-{os.getpid()}-{h}" for h in range(hosts)]
         self._made: list[str] = []
         self._started: list[subprocess.Popen[Any]] = []
@@ -175,14 +175,11 @@ class _Hosts(abc.ABC):
                 raise errors.SymcommError(f"symcomm bench: the ranks failed: {log.read_text()[-2000:]}")
         return found
 
-    def _kill(self) -> None:
+    def close(self) -> None:
         for process in self._started:
             if process.poll() is None:
                 with contextlib.suppress(OSError):
                     os.killpg(process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        self._kill()
         for process in self._started:
             process.wait(10)
         for name in reversed(self._made):

@@ -234,7 +234,3 @@ def note(rows: Sequence[Row], workload: QueueWorkload) -> str:
     missing = [SIDES[side] for side in SIDES if side not in workload.sides]
     without = f"; not installed: {', '.join(missing)}" if missing else ""
     return f"from before put until the reader has seen every page; above 1: ours is faster{without}"
-
-
-def to_json(rows: Sequence[Row], workload: QueueWorkload) -> dict[str, Any]:
-    return workload.to_json(rows)

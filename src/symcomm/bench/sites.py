@@ -8,7 +8,7 @@ steps. All start with the same parameters, read the same texts, and stop when th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from symcomm import errors
@@ -106,11 +106,3 @@ def picture(found: Sequence[SitesMeasurement], workload: SitesWorkload, best: bo
     last = max(f.seconds for f in found)
     lines["target"] = [(0.0, workload.target), (last, workload.target)]
     return [Curves("the loss on its way down", "seconds of training", "loss", lines, logarithmic=False)]
-
-
-def note(found: Sequence[SitesMeasurement], workload: SitesWorkload) -> str:
-    return ""
-
-
-def to_json(found: Sequence[SitesMeasurement], workload: SitesWorkload) -> dict[str, Any]:
-    return workload.to_json([asdict(f) for f in found])

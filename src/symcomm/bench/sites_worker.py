@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from symcomm.bench.model import decoder, own_source
+from symcomm.bench.model import decoder, draw_texts, loss_of, own_source
 from symcomm.bench.namespaces import carried
 from symcomm.bench.torch_worker import read_plan, say
 
@@ -63,16 +63,12 @@ class SitesTraining:
         self.checked = self.texts(torch.Generator().manual_seed(0), CHECKED)
 
     def texts(self, draw: Any, count: int) -> Any:
-        import torch
-
-        length = self.workload["context"] + 1
-        starts = torch.randint(len(self.data) - length, (count,), generator=draw)
-        return torch.stack([self.data[s : s + length] for s in starts.tolist()]).long()
+        return draw_texts(self.data, self.workload["context"] + 1, count, draw)
 
     def step(self) -> None:
         self.done += 1
         self.optimizer.param_groups[0]["lr"] = self.workload["rate"] * min(1.0, self.done / WARM_UP)
-        loss(self.model, self.texts(self.draw, self.workload["batch"])).backward()
+        loss_of(self.model, self.texts(self.draw, self.workload["batch"])).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.outer is not None:
@@ -83,14 +79,7 @@ class SitesTraining:
         import torch
 
         with torch.no_grad():
-            return float(loss(self.module, self.checked))
-
-
-def loss(model: Any, texts: Any) -> Any:
-    import torch
-
-    logits = model(texts[:, :-1])
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
+            return float(loss_of(self.module, self.checked))
 
 
 def train(method: str, workload: dict[str, Any], data: Any, rank: int) -> dict[str, Any]:

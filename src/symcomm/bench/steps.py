@@ -104,20 +104,11 @@ def as_table(found: Sequence[StepsMeasurement], workload: StepsWorkload, best: b
     head = ["program", "parameters", "side", "ms/step", "communication (ms)", "share", "gloo / this", "direct"]
     cells = frame.step_cells(found, best, ["gloo"], lambda seconds: f"{seconds * 1e3:.1f}", share=True)
     rows = [
-        [
-            f.program,
-            f"{f.parameters / 1e6:.1f} M",
-            SIDES[f.side],
-            *timed,
-            f"{f.direct / f.nbytes:.0%}" if f.nbytes else "-",
-        ]
+        [f.program, f"{f.parameters / 1e6:.1f} M", SIDES[f.side], *timed,
+         f"{f.direct / f.nbytes:.0%}" if f.nbytes else "-"]
         for f, timed in zip(found, cells, strict=True)
-    ]
+    ]  # fmt: skip
     return f"training programs, {workload.ranks} ranks", head, rows
-
-
-def _direct(figures: StepsMeasurement) -> str:
-    return f"{figures.direct / figures.nbytes:.0%}" if figures.nbytes else "-"
 
 
 def picture(found: Sequence[StepsMeasurement], workload: StepsWorkload, best: bool = False) -> list[Panel]:

@@ -338,7 +338,3 @@ def note(rows: Sequence[Row], workload: StoreWorkload) -> str:
     if "torch" not in workload.sides:
         return f"ours alone, since torch is not installed; `{INSTALL_TORCH}` to see PyTorch's beside it"
     return "us: the median of all calls; calls/s: of all clients together; a ratio above 1: ours is faster"
-
-
-def to_json(rows: Sequence[Row], workload: StoreWorkload) -> dict[str, Any]:
-    return workload.to_json(rows)

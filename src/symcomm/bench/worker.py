@@ -128,10 +128,6 @@ class TorchSide:
         return tensor.to(self.torch.float64).numpy()
 
     def call(self, case: SimpleNamespace, source: Any, result: Any) -> Callable[..., Any]:
-        if case.collective == "barrier":
-            return self.barrier
-        if case.collective in ONE_SIDED:
-            return self.one_sided(case, source)
         at_root, copies_first = self.rank == case.root, False
         if case.collective in ("all_reduce", "reduce") and not case.in_place:
             copies_first = case.collective == "all_reduce" or at_root
@@ -140,10 +136,6 @@ class TorchSide:
         pieces = list(many.chunk(self.world)) if case.collective in ("gather", "scatter") and at_root else None
         call = self.bind(case, source, result, pieces)
         return after_copy(functools.partial(result.copy_, source), call) if copies_first else call
-
-    def one_sided(self, case: SimpleNamespace, source: Any) -> Callable[..., Any]:
-        """The calls on ``case.window``."""
-        raise Unsupported("it has no windows")
 
     def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list[Any] | None) -> Callable[..., Any]:
         """The library's call with all its arguments."""
@@ -323,10 +315,6 @@ class MPISide:
 
     def call(self, case: SimpleNamespace, source: Any, result: Any) -> Callable[..., Any]:
         comm, root, at_root, make = self.comm, case.root, self.rank == case.root, functools.partial
-        if case.collective == "barrier":
-            return comm.Barrier
-        if case.collective in ONE_SIDED:
-            return self.one_sided(case, source)
         if case.collective in REDUCING and (case.dtype in ("float16", "bfloat16") or case.op == "avg"):
             raise Unsupported(f"MPI has no {case.op} of {case.dtype}")
         op = self.MPI.SUM if case.op == "avg" else getattr(self.MPI, case.op.upper())
@@ -393,7 +381,12 @@ class Bench:
         case.world = side.world
         self.source, self.result = self.tensors()
         self.fill()
-        self.call = side.call(case, self.source, self.result)
+        if case.collective == "barrier":
+            self.call = side.barrier
+        elif case.collective in ONE_SIDED:
+            self.call = side.one_sided(case, self.source)
+        else:
+            self.call = side.call(case, self.source, self.result)
 
     def tensors(self) -> tuple[Any, Any]:
         """(input, result). In place, one is a part of the other, or they are the same."""

@@ -22,6 +22,7 @@ from symcomm.bench.estimate import TimeLeft, in_words
 from symcomm.bench.frame import Asked, check_numbers
 from symcomm.bench.peers import parse_peers, setup_peers
 from symcomm.bench.run import OURS, PLACES, Case, CaseResult, Effort, make_cases, measure, open_sides
+from symcomm.bench.worker import ONE_SIDED
 from symcomm.cli.command import LATE, Command, argument, flag, option
 from symcomm.cli.progress import progress
 from symcomm.memory.limits import format_bytes
@@ -36,7 +37,6 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "p2p",
 )  # fmt: skip
-ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
 # Each in a file of its own.
 OTHERS = (
     "store", "queue", "kernels", "attach", "groups", "ddp", "steps", "compile", "gpu", "hosts", "noise", "sites",
@@ -341,13 +341,13 @@ def bench_program(name: str, workload: Any, wanted: Wanted) -> None:
         found = getattr(module, f"run_{name}_bench")(workload, bar, show)
         show(found)
     print(f"# {load()} when done")
-    if note := module.note(found, workload):
+    if hasattr(module, "note") and (note := module.note(found, workload)):
         print(f"# {note}")
     if hasattr(module, "keep"):
         print(f"# {module.keep(found, workload)}")
     wanted.write(
         module.as_table(found, workload, wanted.best)[0],
-        lambda: module.to_json(found, workload),
+        lambda: module.to_json(found, workload) if hasattr(module, "to_json") else workload.to_json(found),
         lambda: module.picture(found, workload, wanted.best),
     )
 

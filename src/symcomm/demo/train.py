@@ -59,12 +59,8 @@ class DemoTraining:
 
     def backward(self) -> float:
         """Forward and backward on texts from random places; the gradients are the mean of all ranks'."""
-        import torch
-
-        starts = torch.randint(len(self.data) - CONTEXT - 1, (BATCH,), generator=self.draw)
-        texts = torch.stack([self.data[s : s + CONTEXT + 1] for s in starts.tolist()]).long()
-        logits = self.model(texts[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
+        texts = language.draw_texts(self.data, CONTEXT + 1, BATCH, self.draw)
+        loss = language.loss_of(self.model, texts)
         loss.backward()
         return float(loss.detach())
 
