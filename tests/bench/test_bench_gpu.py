@@ -89,6 +89,6 @@ def test_a_side_that_stands_still_is_named_and_left_out(
 
 
 def test_ours_that_stands_still_says_where_its_ranks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(errors.SymcommError, match="bench gpu: ordinary with 1 MiB stood still for 1 s") as raised:
+    with pytest.raises(errors.SymcommError, match="bench gpu, ordinary with 1 MiB timed out after 1 s") as raised:
         measure(tmp_path, monkeypatch, "ordinary")
     assert str(raised.value).count("in stand_still") == 2  # both ranks

@@ -15,8 +15,8 @@ import pytest
 
 from symcomm import errors
 from symcomm.bench import peers as bench_peers
+from symcomm.bench import plans, whereabouts
 from symcomm.bench import run as bench_run
-from symcomm.bench import whereabouts
 from symcomm.bench.run import Case, Effort, measure, open_sides
 from tests.support.bench_cli import cli
 
@@ -141,7 +141,7 @@ stand_still()
 def test_ranks_that_write_lines_are_named_by_their_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(whereabouts, "SLOW", 5.0)
+    monkeypatch.setattr(plans, "SLOW", 5.0)
     log = tmp_path / "log"
     with log.open("w") as said:
         words = [sys.executable, "-c", LINES]
@@ -149,7 +149,7 @@ def test_ranks_that_write_lines_are_named_by_their_last(
     found = []
     try:
         with pytest.raises(errors.DeadlineError, match="the ranks, after first timed out after 6 s") as caught:
-            found.extend(whereabouts.lines_of("the ranks", [rank], log, 6.0))
+            found.extend(plans.lines_of("the ranks", [rank], log, (6.0, 6.0), "after {}".format))
             pytest.fail("it has ended")
     finally:
         rank.kill()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from symcomm import errors
@@ -76,7 +76,7 @@ class Workload:
     def to_json(self, rows: Sequence[Any], **more: Any) -> dict[str, Any]:
         """``rows``: measurements, or what to write of them."""
         plan: Any = self
-        written = [asdict(row) if is_dataclass(row) else row for row in rows]
+        written = [row if isinstance(row, dict) else asdict(row) for row in rows]
         return {"machine": machine(), **more, "plan": asdict(plan), "rows": written}
 
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
 from symcomm.bench.frame import Asked, Measurement, Workload
 from symcomm.bench.pictures import Curves, Panel
+from symcomm.bench.plans import running
 from symcomm.bench.run import Seen, Tick, quiet
-from symcomm.bench.whereabouts import read_lines, start_ranks, where_are
 from symcomm.cuda.devices import need_cuda
 from symcomm.launcher.mps import multi_process_service
 from symcomm.memory.limits import format_bytes
@@ -115,55 +112,31 @@ def _run(
     found: dict[tuple[int, str], GpuMeasurement],
 ) -> None:  # fmt: skip
     """The first rank writes a line before each turn, saying what comes, and one after it."""
-    doing: dict[str, Any] = {"doing": "start"}
-    with tempfile.TemporaryDirectory() as folder, _ranks(workload, environment, folder) as ranks:
-        lines, log = read_lines(ranks[0]), Path(folder) / "log"
-        while True:
-            try:
-                line = lines.get(timeout=START_S if doing["doing"] == "start" else STEP_S)
-            except queue.Empty:
-                if doing["doing"] in THEIRS:
-                    raise _StoodStill(doing) from None
-                raise _stuck(doing, ranks, log) from None
-            if line is None:
-                break
-            turn = json.loads(line)
-            if "doing" in turn:
-                doing = turn
-                continue
-            nbytes, side = turn["nbytes"], turn["side"]
-            figures = found.setdefault((nbytes, side), GpuMeasurement(sharing, nbytes, side))
-            figures.row.append(turn["row"])
-            figures.single.append(turn["single"])
-            tick(f"{format_bytes(nbytes)}, {SIDES[side]}")
-        if ranks[0].wait():
-            raise errors.SymcommError(f"symcomm bench gpu: the ranks failed: {log.read_text()[-2000:]}")
-
-
-def _stuck(doing: dict[str, Any], ranks: Sequence[subprocess.Popen[str]], log: Path) -> errors.SymcommError:
-    """Our own side stands still: say where each rank is."""
-    size = f" with {format_bytes(doing['nbytes'])}" if "nbytes" in doing else ""
-    where = where_are({f"rank {number}": rank.pid for number, rank in enumerate(ranks)}, log)
-    return errors.DeadlineError(
-        f"symcomm bench gpu: {SIDES.get(doing['doing'], doing['doing'])}{size} stood still for "
-        f"{STEP_S if size else START_S:.0f} s. Where the ranks are:\n{where}"
-    )
-
-
-@contextlib.contextmanager
-def _ranks(workload: GpuWorkload, env: Mapping[str, str], folder: str) -> Iterator[list[subprocess.Popen[str]]]:
-    words = [WORKER, folder, json.dumps(asdict(workload))]
-    env = {**env, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    ranks: list[subprocess.Popen[str]] = []
+    doing: dict[str, Any] = {}
+    env = {**environment, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     try:
-        log = Path(folder) / "log"
-        ranks.extend(start_ranks(words, workload.ranks, log, env, lambda _, w, **how: subprocess.Popen(w, **how)))
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-        for rank in ranks:
-            rank.wait()
+        with running(
+            "symcomm bench gpu", WORKER, workload, workload.ranks, env, (START_S, STEP_S), _words,
+            lambda _, words, **how: subprocess.Popen(words, **how),
+        ) as lines:  # fmt: skip
+            for turn in map(json.loads, lines):
+                if "doing" in turn:
+                    doing = turn
+                    continue
+                nbytes, side = turn["nbytes"], turn["side"]
+                figures = found.setdefault((nbytes, side), GpuMeasurement(sharing, nbytes, side))
+                figures.row.append(turn["row"])
+                figures.single.append(turn["single"])
+                tick(f"{format_bytes(nbytes)}, {SIDES[side]}")
+    except errors.DeadlineError:
+        if doing.get("doing") in THEIRS:
+            raise _StoodStill(doing) from None
+        raise
+
+
+def _words(line: str) -> str:
+    turn = json.loads(line)
+    return f"{SIDES[turn.get('doing') or turn['side']]} with {format_bytes(turn['nbytes'])}"
 
 
 def as_table(found: Sequence[GpuMeasurement], workload: GpuWorkload, best: bool = False) -> bench_table.Table:

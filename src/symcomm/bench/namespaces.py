@@ -21,17 +21,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from symcomm import errors
+from symcomm.bench.plans import running
 from symcomm.bench.relay import TUN
-from symcomm.bench.run import KILL_DEADLINE, Tick
-from symcomm.bench.whereabouts import lines_of, start_ranks
+from symcomm.bench.run import Tick
 
 NAME = "symcomm-net"
 NETWORK = "10.213.7"  # seen only inside the namespaces
@@ -159,20 +157,16 @@ class _Hosts(abc.ABC):
             "OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "log"
-            words = [module, json.dumps(asdict(workload))]
-            processes = list(
-                start_ranks(words, world, log, common, lambda r, *w, **how: self.start(r // ranks, *w, **how))
-            )
-            for line in lines_of("symcomm bench: the ranks", processes, log, seconds):
+        with running(
+            "symcomm bench: the ranks", module, workload, world, common, (seconds, seconds), "after {}".format,
+            lambda rank, words, **how: self.start(rank // ranks, words, **how),
+        ) as lines:  # fmt: skip
+            for line in lines:
                 if line.startswith("["):
                     found += [kind(**row) for row in json.loads(line)]
                     seen(found)
                 else:
                     tick(line.strip())
-            if processes[0].wait(KILL_DEADLINE):
-                raise errors.SymcommError(f"symcomm bench: the ranks failed: {log.read_text()[-2000:]}")
         return found
 
     def close(self) -> None:

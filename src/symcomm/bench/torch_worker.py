@@ -18,7 +18,7 @@ from symcomm.bench.worker import GROUP_TIMEOUT
 
 
 def read_plan() -> dict[str, Any]:
-    """The plan for a rank that runs all of it by itself; see ``start_ranks`` in whereabouts.py."""
+    """The plan for a rank that runs all of it by itself; see plans.py."""
     faulthandler.register(signal.SIGUSR1, 2, all_threads=False)  # asks where this rank is
     plan: dict[str, Any] = json.loads(sys.argv[-1])
     return plan

@@ -7,16 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-from symcomm import errors
 
 ASK = signal.SIGUSR1
 SLOW = 15.0  # seconds of silence before we mention it
@@ -27,52 +21,6 @@ MOST_LINES = 12  # the innermost frames of a stack
 def where_are(pids: Mapping[str, int], log: Path) -> str:
     """One paragraph for each rank of ``pids`` (by its name), whose logs are all in ``log``."""
     return "\n".join(f"{name} (pid {pid}) {_where_is(pid, log)}" for name, pid in pids.items())
-
-
-def lines_of(what: str, ranks: Sequence[subprocess.Popen[str]], log: Path, seconds: float) -> Iterator[str]:
-    """What the first of ``ranks`` writes, line by line, until it ends. DeadlineError when it has said nothing for
-    ``seconds``, after a word sooner: ``what`` stands still, after which line, and where all of them are."""
-    lines = read_lines(ranks[0])
-    last, silent = "starting", 0.0
-    while True:
-        pause = min(SLOW, seconds) if silent == 0.0 else seconds - silent
-        try:
-            found = lines.get(timeout=max(0.0, pause))
-        except queue.Empty:
-            silent += pause
-            if silent >= seconds:
-                where = where_are({f"rank {i}": process.pid for i, process in enumerate(ranks)}, log)
-                raise errors.deadline(f"{what}, {last}", seconds, fix=f"Where they are:\n{where}") from None
-            print(f"# {what}, {last}: nothing came for {silent:g} s; it has {seconds:g} s", file=sys.stderr, flush=True)
-            continue
-        if found is None:
-            return
-        last, silent = f"after {found.strip()[:100]}", 0.0
-        yield found
-
-
-def read_lines(rank: subprocess.Popen[str]) -> queue.SimpleQueue[str | None]:
-    """What it writes, line by line as it comes; None at its end."""
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in rank.stdout or ():
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, name="symcomm-bench-reader", daemon=True).start()
-    return lines
-
-
-def start_ranks(
-    words: Sequence[str], world: int, log: Path, env: Mapping[str, str], start: Callable[..., subprocess.Popen[str]]
-) -> Iterator[subprocess.Popen[str]]:
-    """Ranks that run the same plan; what the first writes is read, errors go to the log. ``start(rank, words)``."""
-    for rank in range(world):
-        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        told = {**os.environ, **env, "WORLD_SIZE": str(world), "RANK": str(rank)}
-        with log.open("a") as said:
-            yield start(rank, [sys.executable, "-m", *words], env=told, stdout=out, stderr=said, text=True)
 
 
 def family_of(pids: Iterable[int]) -> list[int]:
