@@ -1,6 +1,6 @@
 """symcomm.c10d: the names of PyTorch's ``torch._C._distributed_c10d``, on our implementation.
 
-enums.py      DebugLevel, OpType, ...; the debug level
+enums.py      DebugLevel, OpType, ...; the debug level; named()
 options.py    AllreduceOptions and its kin, PREMUL_SUM
 vendors.py    names of other vendors' libraries: PyTorch's own, or a sentence
 stores.py     stores, and the bridge between ours and PyTorch's

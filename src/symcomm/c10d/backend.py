@@ -13,7 +13,7 @@ from typing import Any
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
-from symcomm.c10d.enums import ErrorType
+from symcomm.c10d.enums import ErrorType, named
 from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, sizes, text, timeout_of, with_half
 from symcomm.ops import OPS
 from symcomm.torch_backend.group import TorchGroup
@@ -130,9 +130,7 @@ def _refused(name: str) -> Any:
     def call(self: Backend, *args: Any, **kwargs: Any) -> Any:
         raise self._lacks(name)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = "Refused, unless a subclass defines it."
-    return call
+    return named(call, name, "Refused, unless a subclass defines it.")
 
 
 _TO_DEFINE = (
@@ -155,9 +153,7 @@ def _by_either_name(name: str, other: str) -> Any:
             raise self._lacks(name)
         return getattr(self, other)(*args, **kwargs)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"Another name of {other}."
-    return call
+    return named(call, name, f"Another name of {other}.")
 
 
 for _name, _older in NEWER_NAMES.items():

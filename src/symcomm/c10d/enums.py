@@ -1,4 +1,4 @@
-"""The enumerations of the binding, and the debug level."""
+"""The enumerations of the binding, how functions get its names, and the debug level."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ import torch._C._distributed_c10d as torch_c10d
 from symcomm import errors
 from symcomm.errors import wrong_type
 from symcomm.types import Numbered
+
+
+def named(call: Any, name: str, doc: str | None = None) -> Any:
+    """A function that was made for a name of the binding, with that name."""
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = doc
+    return call
 
 
 class DebugLevel(Numbered):

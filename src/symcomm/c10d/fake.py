@@ -12,6 +12,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.c10d.backend import AnyBackendOptions, Backend
+from symcomm.c10d.enums import named
 from symcomm.c10d.options import Option, flag, integer, with_half
 from symcomm.c10d.works import FakeWork
 from symcomm.ops import OPS
@@ -169,8 +170,7 @@ def _operation(name: str, call: str) -> Any:
             fill(self, *positional(args, named), *named.values())
         return FakeWork()
 
-    run.__name__ = run.__qualname__ = name
-    return run
+    return named(run, name)
 
 
 for _name, _call in (*((op.backend_name, op.torch) for op in OPS), ("allreduce_sparse", "allreduce_sparse")):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from symcomm import errors
 from symcomm.c10d.backend import Backend
-from symcomm.c10d.enums import BackendType, OpType
+from symcomm.c10d.enums import BackendType, OpType, named
 from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short
 from symcomm.c10d.stores import Store
 from symcomm.c10d.works import WorkInfo
@@ -130,9 +130,10 @@ class ProcessGroup(PythonGroup, metaclass=_AnyGroup):
         if backend is None and self.group_store is not None:
             backend = self._get_backend(_CPU)
         if backend is None:
+            kind, name = int(self._default), self.name()
             raise errors.CallerError(
-                f"Could not find the default backend type {int(self._default)} for Process Group with name "
-                f"{self.name()}; call _register_backend."
+                f"Could not find the default backend type {kind} for Process Group with name {name}; call "
+                "_register_backend."
             )
         return backend
 
@@ -215,7 +216,7 @@ class ProcessGroup(PythonGroup, metaclass=_AnyGroup):
     supports_completion_hooks = _of_default_backend("supports_completion_hooks")
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
-        self._default_backend()
+        self._default_backend()  # raises where there is none
         super()._register_on_completion_hook(hook)
 
     def _wait_for_pending_works(self) -> None:
@@ -373,10 +374,8 @@ def _operation(name: str, operation: str) -> Callable[..., Any]:
     def call(self: ProcessGroup, *args: Any, **named: Any) -> Any:
         return self._run(operation, args, named)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{operation}, by the backend of the tensors' device."
     call.__signature__ = inspect.signature(getattr(TorchGroup, operation))  # type: ignore[attr-defined]
-    return call
+    return named(call, name, f"{operation}, by the backend of the tensors' device.")
 
 
 for _kind_of_backend in BackendType:

@@ -12,6 +12,7 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
+from symcomm.c10d.enums import named
 from symcomm.torch_backend.versions import present
 
 _NCCL = "NVIDIA's NCCL"
@@ -53,9 +54,7 @@ def _absent_function(name: str, vendor: str) -> Any:
     def refuse(*_: Any, **__: Any) -> Any:
         raise _refusal(name, vendor)
 
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = f"A function of {vendor}, not in this build of PyTorch. Raises: CallerError."
-    return refuse
+    return named(refuse, name, f"A function of {vendor}, not in this build of PyTorch. Raises: CallerError.")
 
 
 def _is_nvshmem_available() -> bool:

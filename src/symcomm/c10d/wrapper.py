@@ -15,7 +15,7 @@ import torch
 
 from symcomm import errors
 from symcomm.c10d.backend import Backend
-from symcomm.c10d.enums import ErrorType
+from symcomm.c10d.enums import ErrorType, named
 from symcomm.c10d.options import for_torch
 from symcomm.errors import wrong_type
 from symcomm.group.interception import flat
@@ -106,14 +106,11 @@ class _ProcessGroupWrapper(Backend):
 def _checked(name: str) -> Any:
     def call(self: _ProcessGroupWrapper, *args: Any, **kwargs: Any) -> Any:
         self._check(name, args, kwargs)
-        if not isinstance(self.wrapped_pg, torch._C._distributed_c10d.Backend):
-            return getattr(self.wrapped_pg, name)(*args, **kwargs)
-        given = {key: for_torch(value) for key, value in kwargs.items()}
-        return getattr(self.wrapped_pg, name)(*map(for_torch, args), **given)
+        if isinstance(self.wrapped_pg, torch._C._distributed_c10d.Backend):
+            args, kwargs = tuple(map(for_torch, args)), {key: for_torch(value) for key, value in kwargs.items()}
+        return getattr(self.wrapped_pg, name)(*args, **kwargs)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"The backend's {name}, once all ranks are known to call it."
-    return call
+    return named(call, name, f"The backend's {name}, once all ranks are known to call it.")
 
 
 def _passed_on(name: str) -> Any:

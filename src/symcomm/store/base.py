@@ -53,6 +53,7 @@ class Store:
     Raises: WrongTypeError, StoreDeadlineError; NotImplementedError for a call that a subclass lacks."""
 
     _timeout = DEFAULT_TIMEOUT
+    _clones: Any  # the class of what clone() makes: constructors of subclasses may take other arguments
 
     # --- primitives: a subclass defines those it offers -----------------------------------------
 
@@ -351,8 +352,7 @@ def keys_missing(store: Store, call: str, keys: Sequence[str], seconds: float) -
     """The error of a wait for keys that were never set."""
     names = ", ".join(repr(key) for key in keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
     what = "key" if len(keys) == 1 else "keys"
-    where = f"{type(store).__name__}.{call}"
-    return wait_late(where, keys, seconds, f"nobody set {what} {names}")
+    return wait_late(f"{type(store).__name__}.{call}", keys, seconds, f"nobody set {what} {names}")
 
 
 # Programs search errors for PyTorch's words, so these follow ours in parentheses.

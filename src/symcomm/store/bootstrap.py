@@ -23,10 +23,10 @@ from symcomm.store.file import FileStore
 from symcomm.store.hash import HashStore
 from symcomm.store.launchers import KNOWN, Identity, identify, read_number, surroundings
 from symcomm.store.prefix import PrefixStore
+from symcomm.store.standing import KEEPS_STORE, LAUNCHED
 
 __all__ = ["Identity", "Rendezvous", "identify", "rendezvous"]
 
-OUR_LAUNCHER = "SYMCOMM_LAUNCH_ID"  # is set in ranks of `symcomm run`
 WHAT_TO_DO = (
     "start with `symcomm run -n 4 script.py`, torchrun, mpirun or srun, "
     "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
@@ -167,9 +167,9 @@ def _tcp_store(me: Identity, addr: str, port: int, timeout: timedelta, environ: 
     from symcomm.store.tcp import TCPStore
 
     where = f"{addr}:{port}"
-    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent = environ.get(KEEPS_STORE) == "True"
     if agent and (addr, str(port)) == (environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")):
-        token = None if environ.get(OUR_LAUNCHER) else ""  # torchrun's store has no secret, even if the job has a token
+        token = None if environ.get(LAUNCHED) else ""  # torchrun's store has no secret, even if the job has a token
         store = TCPStore(addr, port, me.world_size, timeout=timeout, wait_for_workers=False, token=token)
         # The agent's store outlives a restart of the workers: each attempt has its own keys.
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -222,9 +222,13 @@ class _Attempt:
             time.sleep(POLL)
             self._await([self._here(rank)])
             self._check_failed()
-            found = bytes(self.store.compare_set(self._here(rank), ABSENT, ABSENT))
-            value = value if found == ABSENT.encode() else found
+            value = self._left_by(rank) or value
         return value
+
+    def _left_by(self, rank: int) -> bytes:
+        """What a rank has left where it arrives, or nothing. Does not wait."""
+        value = bytes(self.store.compare_set(self._here(rank), ABSENT, ABSENT))
+        return b"" if value == ABSENT.encode() else value
 
     def add_check(self, check: Callable[[], None]) -> None:
         """What else raises once a rank is gone: those that have met see more of each other."""
@@ -277,8 +281,7 @@ class _Attempt:
         found: dict[int, bytes] = {}
         for rank in (r for r in range(len(self.tokens)) if r != self.rank):
             with contextlib.suppress(RuntimeError, errors.SymcommError):  # no store any more, or one that cannot tell
-                value = bytes(self.store.compare_set(self._here(rank), ABSENT, ABSENT))  # a get that does not wait
-                found[rank] = b"" if value == ABSENT.encode() else value
+                found[rank] = self._left_by(rank)
         return found
 
     def check(self) -> None:
@@ -312,7 +315,7 @@ class _Attempt:
         rank, token, when = bytes(self.store.get(key)).decode().split()
         if int(rank) == self.rank or (self.rank, token) in _told or float(when) < _started(os.getpid()):
             return
-        value = bytes(self.store.compare_set(self._here(int(rank)), ABSENT, ABSENT))
+        value = self._left_by(int(rank))
         if value.startswith(f"!{token}".encode()):  # else it has come again
             raise self._hear(int(rank), value)
 
@@ -353,8 +356,11 @@ class _Attempt:
     def clean_up(self) -> None:
         """Remove keys: all ranks have read everything."""
         for key in self.mine:
-            with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
-                self.store.delete_key(key)
+            self._remove(key)
+
+    def _remove(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
+            self.store.delete_key(key)
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others that this rank does not go on. What it wrote stays: they may be reading it."""
@@ -394,8 +400,7 @@ class _Attempt:
         for name, written in (("failed", _failed), ("told", _counted)):
             if (key := self._key(name)) in written:
                 written.discard(key)
-                with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
-                    self.store.delete_key(key)
+                self._remove(key)
 
 
 def _pack(tokens: list[str], items: list[bytes]) -> bytes:

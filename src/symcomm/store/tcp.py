@@ -105,7 +105,7 @@ class TCPStore(Store):
         self._lock = threading.RLock()
         self._in_call = False  # the connection waits for an answer; see _call()
         self._connection: StoreConnection | None = None
-        self._wait_before_get = not use_libuv  # see get()
+        self._wait_before_get = not use_libuv  # see _ask()
         self._unanswered = ""  # the last call, if it was one that gets no answer
         self._server: StoreServer | None = None
         if is_master:
@@ -138,32 +138,26 @@ class TCPStore(Store):
         self._call("set", wire.SET, _key("set", key), _value("set", value), "-")
 
     def get(self, key: str) -> bytes:
-        """The value of ``key``; waits until it is set.
-
-        It asks right away, which takes one exchange instead of PyTorch's two. An empty answer may mean that the key
-        does not exist yet; only then does it wait.
-        """
+        """The value of ``key``; waits until it is set."""
         key = _key("get", key)
-        if not self._wait_before_get:
-            try:
-                if value := self._call("get", wire.GET, key, None, "v"):
-                    return value
-            except errors.StoreConnectionError as error:
-                self._blame_old_server(error)
-        self._wait("get", [key], self._timeout_s)
-        return self._call("get", wire.GET, key, None, "v")
+        return self._ask("get", [key], wire.GET, key, "v")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         names = _keys("multi_get", keys)
+        return self._ask("multi_get", names, wire.MULTI_GET, names, "m")
+
+    def _ask(self, call: str, keys: list[str], command: int, asked: Any, shape: str) -> Any:
+        """Ask for values right away, which takes one exchange instead of PyTorch's two. An empty one may mean that its
+        key does not exist yet; only then wait."""
         if not self._wait_before_get:
             try:
-                values = self._call("multi_get", wire.MULTI_GET, names, None, "m")
-                if all(values):
-                    return values
+                found = self._call(call, command, asked, None, shape)
+                if all(found) if shape == "m" else found:
+                    return found
             except errors.StoreConnectionError as error:
                 self._blame_old_server(error)
-        self._wait("multi_get", names, self._timeout_s)
-        return self._call("multi_get", wire.MULTI_GET, names, None, "m")
+        self._wait(call, keys, self._timeout_s)
+        return self._call(call, command, asked, None, shape)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         pairs = to_pairs("TCPStore.multi_set", keys, values)
@@ -213,11 +207,11 @@ class TCPStore(Store):
         """
         key, world_size = _key("barrier", key), to_world_size("TCPStore.barrier", world_size)
         seconds = self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.barrier")
-        if not self._wait_call("barrier", wire.BARRIER, key, world_size, seconds):
+        if not self._call("barrier", wire.BARRIER, key, world_size, "1", seconds):
             raise barrier_late(f"TCPStore.barrier({key!r})", key, seconds, f"fewer than {world_size} came")
 
     def _wait(self, call: str, keys: list[str], seconds: float) -> None:
-        if not self._wait_call(call, wire.WAIT, keys, None, seconds):
+        if not self._call(call, wire.WAIT, keys, None, "1", seconds):
             missing = [key for key in keys[:_MOST_LOOKED_AT] if not self.check([key])] if len(keys) > 1 else keys
             raise keys_missing(self, call, missing or keys, seconds)
 
@@ -235,7 +229,7 @@ class TCPStore(Store):
                 raise QueueEmptyError(f"TCPStore.queue_pop({key!r}, block=False): the queue is empty.")
             end = end or time.monotonic() + self._timeout_s
             left = max(end - time.monotonic(), 0.0)  # another client may have been faster: wait again
-            if not self._wait_call("queue_pop", wire.WAIT, [key], None, left):
+            if not self._call("queue_pop", wire.WAIT, [key], None, "1", left):
                 raise wait_late(f"TCPStore.queue_pop({key!r})", [key], self._timeout_s, "nobody pushed a value")
         return value
 
@@ -255,7 +249,7 @@ class TCPStore(Store):
 
     @property
     def libuvBackend(self) -> bool:
-        """What ``use_libuv`` was. Without it a client expects PyTorch's older server (see get); ours is always C."""
+        """What ``use_libuv`` was. Without it a client expects PyTorch's older server; ours is always C."""
         return self._use_libuv
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -265,16 +259,11 @@ class TCPStore(Store):
     def has_extended_api(self) -> bool:
         return True
 
-    @staticmethod
-    def _another(*args: Any, **named: Any) -> TCPStore:
-        """For ``clone``: a subclass overrides this to make clones of its own class."""
-        return TCPStore(*args, **named)
-
     def clone(self) -> TCPStore:
         """A second connection to the same server, so that two threads need not wait for each other."""
         token = self._token if self._token is not None else b""
         facts: Any = {"timeout": self.timeout, "use_libuv": self._use_libuv, "token": token}
-        twin = self._another(self._connect_host, self._port, **facts)
+        twin = self._clones(self._connect_host, self._port, **facts)
         twin._host = self._host
         return twin
 
@@ -304,18 +293,21 @@ class TCPStore(Store):
 
     # --- the exchange ------------------------------------------------------------------------------
 
-    def _call(self, call: str, command: int, keys: Any, body: Any, shape: str) -> Any:
-        """One frame (the command, its keys, what follows them), one answer; see _core/store/client.c.
+    def _call(self, call: str, command: int, keys: Any, body: Any, shape: str, seconds: float | None = None) -> Any:
+        """One frame (the command, its keys, what follows them), one answer; see _core/store/client.c. With ``seconds``:
+        whether what the call waits for has happened by then.
 
         A signal handler (or a finalizer) may call while its own thread is in another call, whose answer is still under
         way: it gets a connection of its own."""
         with self._lock:
             if self._in_call:
                 with closing(self.clone()) as twin:
-                    return twin._call(call, command, keys, body, shape)
+                    return twin._call(call, command, keys, body, shape, seconds)
             connection = self._connection or self._reconnect()
             try:
                 self._in_call = True
+                if seconds is not None:
+                    return self._has_happened(connection, command, keys, body, seconds)
                 answer = native.store_call(connection.fd, command, keys, body, shape, self._timeout_s)
                 self._unanswered = call if shape == "-" else ""
                 return answer
@@ -325,28 +317,15 @@ class TCPStore(Store):
             finally:
                 self._in_call = False
 
-    def _wait_call(self, call: str, command: int, keys: Any, body: Any, seconds: float) -> bool:
-        """A call whose answer is one byte once something has happened; False if it did not in time."""
-        with self._lock:
-            if self._in_call:
-                with closing(self.clone()) as twin:
-                    return twin._wait_call(call, command, keys, body, seconds)
-            connection = self._connection or self._reconnect()
-            try:
-                self._in_call = True
-                try:
-                    native.store_call(connection.fd, command, keys, body, "1", seconds)
-                    return True
-                except native.StoreLate:
-                    answer = native.store_call(connection.fd, wire.CANCEL, _NO_KEYS, None, "1", self._timeout_s)
-                    if answer == 0:  # it happened while we were giving up; the cancelling is answered, too
-                        connection.exchange(b"", "1", 0, self._timeout_s)
-                    return answer == 0
-            except BaseException as error:
-                self._drop()
-                raise self._explain(call, keys, error) from None
-            finally:
-                self._in_call = False
+    def _has_happened(self, connection: StoreConnection, command: int, keys: Any, body: Any, seconds: float) -> bool:
+        try:
+            native.store_call(connection.fd, command, keys, body, "1", seconds)
+            return True
+        except native.StoreLate:
+            answer = native.store_call(connection.fd, wire.CANCEL, _NO_KEYS, None, "1", self._timeout_s)
+            if answer == 0:  # it happened while we were giving up; the cancelling is answered, too
+                connection.exchange(b"", "1", 0, self._timeout_s)
+            return answer == 0
 
     def _explain(self, call: str, keys: Any, error: BaseException) -> BaseException:
         if isinstance(error, TypeError | UnicodeError):
@@ -422,6 +401,8 @@ class TCPStore(Store):
         """Under PyTorch's key for this, which unlike a user's has no slash before it."""
         return self._call("add", wire.ADD, _NO_KEYS, ("init/", more), "8")
 
+
+TCPStore._clones = TCPStore
 
 _REFUSALS = {
     "add": "to add to a value that is not a number or too large",

@@ -23,7 +23,7 @@ log = logging.getLogger("symcomm.store")
 
 _SPARE_DESCRIPTORS = 64  # for everything in the process that is not a store client
 _NAME_PAUSE = 0.5  # seconds between two questions for an address
-_LINES_A_SECOND = 20  # of complaints that are logged one by one
+LINES_A_SECOND = 20  # of complaints that are logged one by one
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _listen(addresses: list[str], port: int) -> list[socket.socket]:
         problem: OSError | None = None
         for address in addresses[:8]:
             try:
-                sockets.append(_bound(address, sockets[0].getsockname()[1] if sockets else port))
+                sockets.append(bound_socket(address, sockets[0].getsockname()[1] if sockets else port))
             except OSError as error:
                 problem = problem or error
                 if error.errno == errno.EADDRINUSE:
@@ -248,14 +248,14 @@ def _listen(addresses: list[str], port: int) -> list[socket.socket]:
     raise problem
 
 
-def _bound(address: str, port: int) -> socket.socket:
+def bound_socket(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError:
         if address != "::":
             raise
-        return _bound("0.0.0.0", port)  # a machine without IPv6
+        return bound_socket("0.0.0.0", port)  # a machine without IPv6
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
@@ -265,7 +265,7 @@ def _bound(address: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         if address == "::" and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            return _bound("0.0.0.0", port)
+            return bound_socket("0.0.0.0", port)
         raise
     return sock
 
@@ -274,22 +274,33 @@ def _bound(address: str, port: int) -> socket.socket:
 
 
 def _log_reports(reader: int, port: int) -> None:
-    """A thread: passes the server's lines to logging until the server ends, and cuts floods short."""
-    second, lines, muted = 0, 0, 0
-
-    def end_second() -> None:
-        if muted:
-            log.warning("store on port %d: %d more clients were refused", port, muted)
-
+    """A thread: passes the server's lines to logging until the server ends."""
+    capped = CappedLog(log, f"store on port {port}: %d more clients were refused")
     with os.fdopen(reader, "r", errors="replace") as pipe:
         for line in pipe:
-            now = int(time.monotonic())
-            if now != second:
-                end_second()
-                second, lines, muted = now, 0, 0
-            lines += 1
-            if lines <= _LINES_A_SECOND:
-                log.warning("store on port %d: %s", port, line.rstrip())
-            else:
-                muted += 1
-    end_second()
+            capped.warn("store on port %d: %s", port, line.rstrip())
+    capped.end_second()
+
+
+class CappedLog:
+    """Complaints about clients, which cannot flood the log. ``rest``: how it says how many more there were."""
+
+    def __init__(self, log: logging.Logger, rest: str):
+        self._log, self._rest = log, rest
+        self._second, self._lines, self._muted = 0, 0, 0
+
+    def warn(self, text: str, *words: object) -> None:
+        now = int(time.monotonic())
+        if now != self._second:
+            self.end_second()
+            self._second, self._lines = now, 0
+        self._lines += 1
+        if self._lines <= LINES_A_SECOND:
+            self._log.warning(text, *words)
+        else:
+            self._muted += 1
+
+    def end_second(self) -> None:
+        if self._muted:
+            self._log.warning(self._rest, self._muted)
+        self._muted = 0
