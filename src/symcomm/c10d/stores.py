@@ -55,8 +55,7 @@ _LEFT_OUT = object()
 
 
 def _times_as_in_pytorch(store: _Class) -> _Class:
-    """A class decorator: ``wait``, ``barrier`` and ``set_timeout`` take the times that PyTorch's take; and clones are
-    of this class."""
+    """A class decorator: ``wait``, ``barrier`` and ``set_timeout`` take the times that PyTorch's take."""
     wait, barrier, set_timeout = store.wait, store.barrier, store.set_timeout  # type: ignore[attr-defined]
 
     @functools.wraps(wait)
@@ -77,7 +76,6 @@ def _times_as_in_pytorch(store: _Class) -> _Class:
 
     for name, checked in (("wait", checked_wait), ("barrier", checked_barrier), ("set_timeout", checked_set_timeout)):
         setattr(store, name, checked)
-    store._clones = store  # type: ignore[attr-defined]
     return store
 
 
@@ -108,6 +106,10 @@ class FileStore(OwnFileStore, Store):
         Store.__init__(self)
         OwnFileStore.__init__(self, file_name, world_size)
 
+    @staticmethod
+    def _another(*args: Any, **named: Any) -> FileStore:
+        return FileStore(*args, **named)
+
     def num_keys(self) -> int:
         """PyTorch keeps two numbers under keys, of the open and of the closed stores, and counts these keys."""
         return self._look(lambda table: len(table.values) + 1 + (table.closed_stores > 0))  # type: ignore[attr-defined]
@@ -125,6 +127,10 @@ class PrefixStore(OwnPrefixStore, Store):
         Store.__init__(self)
         OwnPrefixStore.__init__(self, prefix, store)
 
+    @staticmethod
+    def _another(prefix: str, store: Any) -> PrefixStore:
+        return PrefixStore(prefix, store)
+
 
 @_times_as_in_pytorch
 class TCPStore(OwnTCPStore, Store):
@@ -135,6 +141,10 @@ class TCPStore(OwnTCPStore, Store):
         OwnTCPStore.__init__(self, *args, **named)
 
     __init__.__signature__ = inspect.signature(OwnTCPStore.__init__)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _another(*args: Any, **named: Any) -> TCPStore:
+        return TCPStore(*args, **named)
 
     def __reduce__(self) -> Any:
         _, (host, port, timeout, use_libuv, token) = super().__reduce__()

@@ -53,7 +53,6 @@ class Store:
     Raises: WrongTypeError, StoreDeadlineError; NotImplementedError for a call that a subclass lacks."""
 
     _timeout = DEFAULT_TIMEOUT
-    _clones: Any  # the class of what clone() makes: constructors of subclasses may take other arguments
 
     # --- primitives: a subclass defines those it offers -----------------------------------------
 

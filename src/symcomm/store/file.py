@@ -263,9 +263,14 @@ class FileStore(TableStore):
     def path(self) -> str:
         return self._path
 
+    @staticmethod
+    def _another(*args: Any, **named: Any) -> FileStore:
+        """For ``clone``: a subclass overrides this to make clones of its own class."""
+        return FileStore(*args, **named)
+
     def clone(self) -> FileStore:
         """Another store on the same file."""
-        other = self._clones(self._path, self._world_size)
+        other = self._another(self._path, self._world_size)
         other.set_timeout(self.timeout)
         return other
 
@@ -284,6 +289,3 @@ class FileStore(TableStore):
     def _edit(self, step: Callable[[Table], Result]) -> Result:
         with self._log.locked(self._seconds(None)):
             return self._log.edit(step)
-
-
-FileStore._clones = FileStore

@@ -86,8 +86,13 @@ class PrefixStore(Store):
     def queue_len(self, key: str) -> int:
         return self._store.queue_len(self._name(key))
 
+    @staticmethod
+    def _another(prefix: str, store: Store) -> PrefixStore:
+        """For ``clone``: a subclass overrides this to make clones of its own class."""
+        return PrefixStore(prefix, store)
+
     def clone(self) -> PrefixStore:
-        return self._clones(self._prefix, self._store.clone())
+        return self._another(self._prefix, self._store.clone())
 
     def has_extended_api(self) -> bool:
         return self._store.has_extended_api()
@@ -104,6 +109,3 @@ class PrefixStore(Store):
 
     def _names(self, keys: Sequence[str]) -> list[str]:
         return [self._name(key) for key in to_keys("PrefixStore", keys)]
-
-
-PrefixStore._clones = PrefixStore

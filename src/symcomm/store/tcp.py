@@ -259,11 +259,16 @@ class TCPStore(Store):
     def has_extended_api(self) -> bool:
         return True
 
+    @staticmethod
+    def _another(*args: Any, **named: Any) -> TCPStore:
+        """For ``clone``: a subclass overrides this to make clones of its own class."""
+        return TCPStore(*args, **named)
+
     def clone(self) -> TCPStore:
         """A second connection to the same server, so that two threads need not wait for each other."""
         token = self._token if self._token is not None else b""
         facts: Any = {"timeout": self.timeout, "use_libuv": self._use_libuv, "token": token}
-        twin = self._clones(self._connect_host, self._port, **facts)
+        twin = self._another(self._connect_host, self._port, **facts)
         twin._host = self._host
         return twin
 
@@ -401,8 +406,6 @@ class TCPStore(Store):
         """Under PyTorch's key for this, which unlike a user's has no slash before it."""
         return self._call("add", wire.ADD, _NO_KEYS, ("init/", more), "8")
 
-
-TCPStore._clones = TCPStore
 
 _REFUSALS = {
     "add": "to add to a value that is not a number or too large",
