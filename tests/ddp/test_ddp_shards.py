@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import random
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import symcomm
 from symcomm import errors
@@ -198,6 +201,45 @@ def test_arguments_that_do_not_go_with_it(options, words):
     assert words in alone(on_rank)
 
 
+@pytest.fixture
+def alone_in_the_world():
+    dist.init_process_group("symcomm", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone_in_the_world")
+def test_what_else_does_not_go_with_it():
+    kind = symcomm.DistributedDataParallel
+    layers = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
+    with pytest.raises(errors.CallerError, match="with logical_shards: SyncBatchNorm's statistics are those of"):
+        kind(layers, logical_shards=4)
+    with pytest.raises(errors.BadArgumentError, match="spare_ranks must be left out without logical_shards"):
+        kind(nn.Linear(3, 3), spare_ranks=True)
+    with (
+        pytest.raises(errors.CallerError, match="join: it does not go with logical_shards"),
+        Join([kind(nn.Linear(3, 3), logical_shards=4)]),
+    ):
+        raise AssertionError
+    with (
+        torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+        pytest.raises(errors.CallerError, match=r"with logical_shards: optimize_ddp=\"python_reducer\" reduces in"),
+    ):
+        kind(nn.Linear(3, 3), logical_shards=4)
+
+
+@pytest.mark.usefixtures("alone_in_the_world")
+def test_a_saved_model_goes_on():
+    model = symcomm.DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), logical_shards=4)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    for _ in again.shards():
+        again(torch.randn(4, 3)).sum().backward()
+    assert again.module[1].num_batches_tracked == 1 and again.module[0].weight.grad is not None
+
+
 def test_numbers_of_ranks_and_shards():
     def on_rank(group: Any) -> list[str]:
         said = []
@@ -290,6 +332,36 @@ def test_steps_that_are_not_whole():
         return model.module.bias.grad.tolist()
 
     assert alone(on_rank) == [1.0, 1.0, 1.0]
+
+
+def test_gradients_after_a_shard_has_ended():
+    """They would be added to the next shard's, or to the average: to other sums on each number of ranks."""
+
+    def on_rank(group: Any) -> None:
+        model = small(group)
+        with pytest.raises(errors.CallerError, match="gradients came after the backward pass of shard . had ended"):
+            for shard in model.shards():
+                loss = model(torch.ones(1, 3)).sum()
+                loss.backward(retain_graph=True)
+                if shard == 4 // group.size * (group.rank + 1) - 1:
+                    loss.backward()
+        model.zero_grad()
+        for _ in model.shards():
+            model(torch.ones(1, 3)).sum().backward()
+        assert model.module.bias.grad.tolist() == [1.0, 1.0, 1.0]
+
+    for ranks in (1, 2):
+        symcomm.spawn(on_rank, ranks, mode="threads")
+
+
+def test_a_rank_without_shards_runs_no_backward():
+    def on_rank(group: Any) -> Any:
+        model = small(group, logical_shards=1, spare_ranks=True)
+        if group.rank == 1:
+            with pytest.raises(errors.CallerError, match="this rank has none of the 1 logical shards; run backward"):
+                model(torch.ones(1, 3)).sum().backward()
+
+    symcomm.spawn(on_rank, 2, mode="threads")
 
 
 def test_validation_between_steps_counts_for_nothing():

@@ -21,7 +21,7 @@ from symcomm.ddp.bucket import GradBucket
 from symcomm.ddp.comm_hook import CommHook, register_builtin_comm_hook, register_comm_hook
 from symcomm.ddp.logger import Logger
 from symcomm.ddp.reducer import FIRST_BUCKET_BYTES, Reducer
-from symcomm.ddp.shards import REFUSED, ShardedReducer, StepBuffers, check_arguments, check_group, refuse
+from symcomm.ddp.shards import REFUSED, ShardedReducer, StepBuffers, check_arguments, check_group, check_module, refuse
 from symcomm.ddp.verify import verify_params
 from symcomm.errors import CallerError, bad_argument
 from symcomm.torch_backend.versions import arguments_unknown_to
@@ -80,6 +80,8 @@ class DistributedDataParallel(TorchDDP):
         if logical_shards:
             check_arguments({**given, **newer})
             newer.update(logical_shards=logical_shards, spare_ranks=spare_ranks)
+        elif spare_ranks:
+            raise bad_argument("DistributedDataParallel", "spare_ranks", spare_ranks, "left out without logical_shards")
         self.__dict__.update(newer)
         # PyTorch's constructor would verify and broadcast by itself; ours does it when it is asked for parameters.
         if given.pop("init_sync", True):
@@ -92,6 +94,7 @@ class DistributedDataParallel(TorchDDP):
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()
         if self.logical_shards:
+            check_module(self.module, self._use_python_reducer)
             check_group(self.process_group, parameters, self.logical_shards, self.spare_ranks)
         buffers_too = self.__dict__.pop("_first_sync", None)
         if buffers_too is not None:
@@ -191,6 +194,12 @@ class DistributedDataParallel(TorchDDP):
         if self.logical_shards:
             raise refuse("join", "every step has all its shards")
         return super().join(*args, **kwargs)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """What ``torch.distributed.algorithms.Join`` asks for."""
+        if self.logical_shards:
+            raise refuse("join", "every step has all its shards")
+        return super().join_hook(**kwargs)
 
     def _set_static_graph(self) -> None:
         if self.logical_shards:

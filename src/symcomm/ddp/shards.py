@@ -79,6 +79,14 @@ def check_group(process_group: Any, parameters: Sequence[Any], shards: Any, spar
     shards_of(process_group, shards, spare_ranks)
 
 
+def check_module(module: torch.nn.Module, in_graph: bool) -> None:
+    """Raise where the module, or how it is compiled, does not go with logical shards."""
+    if any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+        raise refuse(CALL, "SyncBatchNorm's statistics are those of as many shards as there are ranks")
+    if in_graph:
+        raise refuse(CALL, 'optimize_ddp="python_reducer" reduces in the compiled graph, in its own order')
+
+
 def refuse(call: str, why: str) -> errors.SymcommError:
     return errors.CallerError(f"{call}: it does not go with logical_shards: {why}; leave one of them out.")
 
@@ -185,6 +193,11 @@ class ShardedReducer(Reducer):
         super().prepare_for_backward(outputs)
 
     def _mark_ready(self, index: int) -> None:
+        if not self.mine:
+            raise self._faults.fault(
+                f"{CALL}: this rank has none of the {self.shards} logical shards; run backward passes in a loop over "
+                "shards() only."
+            )
         if self.number == 0 and self._gradients[index] is not None:
             if self.params[index].grad is self._gradients[index]:
                 raise self._faults.fault(
@@ -270,6 +283,12 @@ class ShardedReducer(Reducer):
                 self._forget_step()
                 raise self._faults.fault(
                     f"{CALL}.shards: {came} backward passes ended in shard {shard}; run one of each shard's loss."
+                )
+            if self._in_backward:
+                self._forget_step()
+                raise self._faults.fault(
+                    f"{CALL}.shards: gradients came after the backward pass of shard {shard} had ended; run one of "
+                    "each shard's loss, and no other."
                 )
         if not self.mine:
             self._take_part()
