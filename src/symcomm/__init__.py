@@ -12,6 +12,7 @@ Where things are (imports point down only)::
     elastic/        training that outlives its ranks
     compile/        torch.compile with our collectives: lowerings, passes, explain
     device/         one process, many devices: broadcast, scatter, gather, DataParallel (symcomm.comm)
+    nn.py           linear layers split over ranks, in logical shards
     ddp/            DistributedDataParallel, Reducer, communication hooks
     torch_backend/  the torch.distributed backend, and torch_patches/: every change of torch's behaviour
     observe/        what ranks did and do: records, verdicts, the control plane, `top`, `doctor`
@@ -84,6 +85,7 @@ _MODULES = (
     "compile",
     "ddp",
     "elastic",
+    "nn",
     "ray",
     "simulate",
     "symm_mem",

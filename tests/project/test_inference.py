@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -104,6 +105,15 @@ def test_the_example_compiled(monkeypatch: pytest.MonkeyPatch):
     assert tokens_of(compiled) == tokens_of(run_example("llama.py", "direct", *shape))
 
 
+def test_the_example_in_shards():
+    """The same logits, bit for bit."""
+    shape = ("--shards", "4", "--layers", "1", "--tokens", "4")
+    said = [
+        [line for line in run_example("llama.py", *shape, ranks=n) if line.startswith("logits ")] for n in (1, 2, 4)
+    ]
+    assert said[0] == said[1] == said[2] and len(said[0]) == 1
+
+
 # --- transformers ------------------------------------------------------------------------------------------------
 
 TRANSFORMERS = """
@@ -147,10 +157,11 @@ def test_the_model_is_a_llama():
     )  # fmt: skip
     weights = {"model.embed_tokens": ours.embedding, "model.norm": ours.norm, "lm_head": ours.head}
     for number, layer in enumerate(ours.layers):
-        q, k, v = layer.qkv.split([CONFIG.width, *[64 * CONFIG.kv_heads] * 2])
-        gate, up = layer.gate_up.chunk(2)
-        own = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": layer.out}
-        own |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down}
+        [part] = layer.parts
+        q, k, v = part.qkv.split([CONFIG.width, *[64 * CONFIG.kv_heads] * 2])
+        gate, up = part.gate_up.chunk(2)
+        own = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": part.out}
+        own |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": part.down}
         own |= {"input_layernorm": layer.norms[0], "post_attention_layernorm": layer.norms[1]}
         weights |= {f"model.layers.{number}.{name}": weight for name, weight in own.items()}
     theirs = transformers.LlamaForCausalLM(config)
@@ -176,6 +187,29 @@ def test_transformers_tp_plan(tmp_path: Path):
     assert len(alone) == 20
     for ranks in ("2", "4"):
         assert run("-m", "symcomm", "run", "-n", ranks, "--no-prefix", str(script), folder) == alone
+
+
+@needs_transformers
+def test_transformers_in_shards():
+    """Logits are the same bits on any number of ranks, and the tokens those of the whole model."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    whole = transformers.LlamaForCausalLM(config).eval()
+    prompt = torch.arange(3, 14)[None]
+    how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+    def on_rank(group: Any) -> tuple[bytes, list[int]]:
+        torch.set_num_threads(1)
+        model = symcomm.nn.parallelize(copy.deepcopy(whole), whole.tp_plan, 4, group)
+        with torch.no_grad():
+            return model(prompt).logits.numpy().tobytes(), model.generate(prompt, **how)[0].tolist()
+
+    [first, *others] = [found for ranks in (1, 2, 4) for found in symcomm.spawn(on_rank, ranks, mode="threads")]
+    assert all(other == first for other in others) and first[1] == whole.generate(prompt, **how)[0].tolist()
 
 
 # --- symcomm bench llm -------------------------------------------------------------------------------------------

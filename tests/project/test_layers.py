@@ -17,7 +17,7 @@ SRC = Path(__file__).parents[2] / "src" / "symcomm"
 # ARCHITECTURE.md show the same.
 ORDER = """
 errors arguments types undo ops torch_versions preflight _core store memory sharing collectives membership group
-hierarchical cuda symm_mem windows simulate observe torch_backend ddp device comm compile elastic c10d ray torchft
+hierarchical cuda symm_mem windows simulate observe torch_backend ddp nn device comm compile elastic c10d ray torchft
 integrations testing launcher llama bench demo cli __main__
 """.split()
 LAYERS = {name: level for level, name in enumerate(ORDER)}
