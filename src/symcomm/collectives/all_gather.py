@@ -36,7 +36,6 @@ def streamed_all_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
         return steps
 
     stream(plan, cut, pieces.sizes, put, get, [ALL])
-    plan.name = "streamed"
 
 
 def direct_all_gather(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:

@@ -33,8 +33,7 @@ def one_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -
         sources = tuple(mine if rank == me else lanes[rank].at() for rank in range(world))
         return [Reduce((At(OUT, 0, 0, chunk),), sources, now[0])] if root in (None, me) else []
 
-    stream(plan, cut, [nbytes], put, get, [ALL if root is None or root == me else root])
-    plan.name = "one-shot"
+    stream(plan, cut, [nbytes], put, get, [ALL if root is None or root == me else root], "one-shot")
 
 
 def two_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -> None:

@@ -34,7 +34,6 @@ def streamed_all_to_all(plan: Plan, matrix: Matrix, listed: bool, limits: Limits
         return steps
 
     stream(plan, cut, [*sends.sizes, *receives.sizes], put, get, [ALL])
-    plan.name = "streamed"
 
 
 def direct_all_to_all(plan: Plan, matrix: Matrix, listed: bool) -> tuple[list[Step], list[Need]]:

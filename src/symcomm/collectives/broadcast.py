@@ -32,7 +32,6 @@ def streamed_broadcast(plan: Plan, nbytes: int, limits: Limits) -> None:
         return [] if at_root else copy(At(OUT, 0, 0, chunk), lane.at(), now[0])
 
     stream(plan, cut, [nbytes], put, get, [ALL if at_root else plan.root])
-    plan.name = "streamed"
 
 
 def direct_broadcast(plan: Plan, nbytes: int) -> tuple[list[Step], list[Need]]:

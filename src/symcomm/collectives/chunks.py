@@ -194,6 +194,7 @@ def stream(
     put: Callable[[Sizes], list[Simple]],
     get: Callable[[Sizes], list[Simple]],
     partners: Sequence[int],
+    name: str = "streamed",
 ) -> None:
     """Stage the next chunk, signal, take this one: the pipeline of everything that peers read once.
 
@@ -210,6 +211,7 @@ def stream(
     chunks = [cut.chunk(n) for n in pieces]
     plan.head = list(fixed(put([min(n, chunk) for n, chunk in zip(pieces, chunks, strict=True)]), 0))
     plan.staged = pipeline(pieces, chunks, cut.turns, turn)
+    plan.name = name
 
 
 def finish(meanwhile: Sequence[Step] = (), signal: int = FIRST_SIGNAL) -> list[Step]:

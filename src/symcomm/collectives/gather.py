@@ -29,7 +29,6 @@ def streamed_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
         return steps
 
     stream(plan, cut, pieces.sizes, put, get, [ALL if at_root else plan.root])
-    plan.name = "streamed"
 
 
 def direct_gather(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:

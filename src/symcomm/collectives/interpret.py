@@ -81,6 +81,10 @@ class Tensors:
     outputs: Sequence[Buffer] = ()
     symmetric: Need = Need.NOTHING
 
+    @property
+    def all(self) -> Sequence[Buffer]:
+        return (*self.inputs, *self.outputs)
+
 
 def add(sources: Sequence[Any]) -> Any:
     """The default reduction."""
@@ -121,7 +125,7 @@ class Machine:
         self.stages: dict[tuple[int, int, int], Buffer] = {}  # by rank, half, element size
         for operation in self.tensors:
             for tensors in operation:
-                for buffer in (*tensors.inputs, *tensors.outputs):
+                for buffer in tensors.all:
                     buffer.block.reset(world)
 
     # one rank ------------------------------------------------------------------------------------
@@ -158,11 +162,11 @@ class Machine:
         self.at[rank] = (f"return from operation {seq}",)
         self.results[seq - 1][rank] = [self.values(b).copy() for b in self.tensors[seq - 1][rank].outputs]
         self.own(rank, seq)
-        self.scribble(rank, seq)
+        for buffer in self.tensors[seq - 1][rank].all:
+            self.scribble(buffer, seq)
 
-    def scribble(self, rank: int, seq: int) -> None:
-        for buffer in (*self.tensors[seq - 1][rank].inputs, *self.tensors[seq - 1][rank].outputs):
-            self.values(buffer)[:] = -(10**9) - seq
+    def scribble(self, buffer: Buffer, seq: int) -> None:
+        self.values(buffer)[:] = -(10**9) - seq
 
     def where(self, rank: int) -> str:
         operation, *step = self.at[rank]
@@ -272,7 +276,7 @@ class Machine:
 
     def own(self, rank: int, seq: int) -> None:
         """The caller touches its tensors: it made them before the call, and may change them afterwards."""
-        for buffer in (*self.tensors[seq - 1][rank].inputs, *self.tensors[seq - 1][rank].outputs):
+        for buffer in self.tensors[seq - 1][rank].all:
             self.write(rank, buffer)
 
     def move(self, rank: int, sources: list[Buffer], targets: list[Buffer], combine: bool) -> None:

@@ -130,11 +130,10 @@ class _FailingMachine(Machine):
             self.tell((rank + n) % self.world, seq)
             yield None
         isolated = yield from self.recover(rank, seq)
-        tensors = self.tensors[seq - 1][rank]
-        for buffer in (*tensors.inputs, *tensors.outputs):
+        for buffer in self.tensors[seq - 1][rank].all:
             if id(buffer.block) not in isolated:
                 self.returned[id(buffer.block)] = rank
-                self.values(buffer)[:] = -(10**9) - seq
+                self.scribble(buffer, seq)
 
     def recover(self, rank: int, seq: int) -> Generator[Blocked | None, None, frozenset[int]]:
         """Waits until no rank writes into my output any more. Returns the blocks that got pages of their own

@@ -35,7 +35,6 @@ def streamed_reduce_scatter(plan: Plan, pieces: Pieces, limits: Limits) -> None:
         return [Reduce((At(OUT, 0, 0, cut.chunk(pieces.sizes[me])),), sources, now[me])] if now[me] else []
 
     stream(plan, cut, pieces.sizes, put, get, [ALL])
-    plan.name = "streamed"
 
 
 def direct_reduce_scatter(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:

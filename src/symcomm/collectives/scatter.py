@@ -27,7 +27,6 @@ def streamed_scatter(plan: Plan, pieces: Pieces, limits: Limits) -> None:
         return copy(out, pieces.at(IN, me, cut) if me == root else lanes.at(me), now[me])
 
     stream(plan, cut, pieces.sizes, put, get, [ALL if me == root else root])
-    plan.name = "streamed"
 
 
 def direct_scatter(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:
