@@ -133,7 +133,8 @@ class QuorumBoard(Board):
     """The board of one group as one of its ranks knows it. It lives as long as the group."""
 
     def __init__(self, group: Any):
-        self._ref, self._cond = weakref.ref(group), group.cond
+        self._group: Callable[[], Any] = weakref.ref(group)
+        self._cond = group.cond
         self.rank, self.size, self.name = group.rank, group.size, group.name
         self._acceptor = Acceptor()
         self._timeout = self._deadline = 0.0
@@ -146,10 +147,6 @@ class QuorumBoard(Board):
         self._timeout, self._quorum = timeout, quorum
         self.publish()
 
-    @property
-    def _group(self) -> Any:
-        return self._ref()
-
     # --- messages -----------------------------------------------------------------------------------------------
 
     def note(self, rank: int, header: dict[str, Any]) -> None:
@@ -159,13 +156,13 @@ class QuorumBoard(Board):
             self._cond.notify_all()
         if answer is not None and rank == self.rank:
             self.note(rank, answer)
-        elif answer is not None and self._group is not None:
-            self._group.tell_known(rank, {"kind": "agree", **answer})
+        elif answer is not None and (group := self._group()) is not None:
+            group.tell_known(rank, {"kind": "agree", **answer})
 
     def _send_all(self, header: dict[str, Any]) -> None:
         """To every member that can be reached, this one first."""
         self.note(self.rank, header)
-        message, group = {"kind": "agree", **header}, self._group
+        message, group = {"kind": "agree", **header}, self._group()
         others = [r for r in range(self.size) if r != self.rank and not group.is_gone(r)]
         strangers = [r for r in others if not group.tell_known(r, message)]
         if strangers:  # connecting may take a while
@@ -208,7 +205,7 @@ class QuorumBoard(Board):
         acceptor = self._acceptor
         self._extend()
         while self._is_turn(before):
-            self._check_quorum([r for r in range(self.size) if r not in self._group.rounds.gone()])
+            self._check_quorum([r for r in range(self.size) if r not in self._group().rounds.gone()])
             with self._cond:
                 acceptor.ballot = acceptor.promised[0] + 1, self.rank
                 acceptor.promises, acceptor.acceptances = {}, set()
@@ -271,37 +268,34 @@ class QuorumBoard(Board):
         self._swap(before, before._replace(is_open=False))
 
     def publish(self, **changes: Any) -> None:
-        mine = self._acceptor.records.get(self.rank, Record())._replace(**changes)
-        header = {"vote": mine.vote, "done": mine.done, "late": self._late, "value": pack(self.now())}
-        self._send_all({"step": "record", **header})
+        _, vote, done, _ = self._acceptor.records.get(self.rank, Record())._replace(**changes)
+        self._send_all({"step": "record", "vote": vote, "done": done, "late": self._late, "value": pack(self.now())})
 
     def read(self) -> list[Record]:
         with self._cond:
             return [self._acceptor.records.get(r, Record()) for r in range(self.size)]
 
     def gone(self) -> Collection[int]:
-        return (self._group.rounds.gone() | self._acceptor.quit | self._silent) - {self.rank}
+        return (self._group().rounds.gone() | self._acceptor.quit | self._silent) - {self.rank}
 
     def pause(self, seconds: float = 0.0) -> None:
         before = self.now()
         if seconds:
             self._await(lambda: self.now() != before, time.monotonic() + seconds)
-        else:
-            with self._cond:
-                self._cond.wait(SLICE)
+            return
+        with self._cond:
+            self._cond.wait(SLICE)
 
     def find_culprits(self, attempt: Attempt, missing: Collection[int]) -> Collection[int]:
         """The ranks of ``missing`` that do not say that they wait for others themselves."""
         self._late = attempt.number
         self.publish()
 
-        def waiting() -> set[int]:
-            return {r for r, number in self._acceptor.late.items() if number == attempt.number}
+        def culprits() -> set[int]:
+            return {r for r in missing if self._acceptor.late.get(r) != attempt.number}
 
-        self._await(
-            lambda: self.now().attempt != attempt or waiting().issuperset(missing), time.monotonic() + 2 * GRACE
-        )
-        return set(missing) - waiting()
+        self._await(lambda: self.now().attempt != attempt or not culprits(), time.monotonic() + 2 * GRACE)
+        return culprits()
 
     def withdraw(self) -> None:
         self._send_all({"step": "quit"})

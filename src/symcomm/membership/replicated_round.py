@@ -72,7 +72,7 @@ class Reconfiguration(Round):
 
     def connect(self) -> None:
         """Reach the first member's store; the first member watches the others from now on."""
-        with self._blame(0):
+        with self._blame_first():
             server = self._server(0, self.left())
             server.set(f"at/{self._members[self.index].ident}", str(self.uuid))
             self._store = PrefixStore(self._prefix, server)
@@ -135,11 +135,11 @@ class Reconfiguration(Round):
     # --- the round --------------------------------------------------------------------------------------------
 
     def exchange(self, item: bytes) -> list[bytes]:
-        with self._blame(0):
+        with self._blame_first():
             return super().exchange(item)
 
     def check(self) -> None:
-        with self._blame(0):
+        with self._blame_first():
             super().check()
 
     def decide(self, verdict: str) -> str:
@@ -154,7 +154,7 @@ class Reconfiguration(Round):
                 self._replicas.remove(rank)
                 self._unreachable.append(rank)
                 if verdict == GO:
-                    verdict = self.to_verdict(errors.RankFailedError(f"{self._who(rank)} does not answer", [rank]))
+                    verdict = self.to_verdict(errors.RankFailedError(f"{self.describe(rank)} does not answer", [rank]))
             except GONE_ERRORS:
                 self._replicas.remove(rank)
         self._is_known = not self._unreachable or said not in ("", GO)
@@ -164,37 +164,34 @@ class Reconfiguration(Round):
         verdict = self.decide(verdict)
         if not self._is_known:
             raise errors.RankFailedError(
-                f"reconfigure to uuid {self.uuid}: {', '.join(map(self._who, self._unreachable))} did not answer, so "
-                f"rank {self.index} cannot know whether the others went on; it is in no group any more.",
+                f"reconfigure to uuid {self.uuid}: {', '.join(map(self.describe, self._unreachable))} did not answer, "
+                f"so rank {self.index} cannot know whether the others went on; it is in no group any more.",
                 [self.index],
             )
         return verdict
 
     # --- words ------------------------------------------------------------------------------------------------
 
-    def describe(self, index: int) -> str:
-        return self._who(index)
-
-    def _who(self, rank: int, more: str = "") -> str:
-        return f"rank {rank} (pid {self._members[rank].pid} on {self._members[rank].address}{more})"
+    def describe(self, index: int, more: str = "") -> str:
+        return f"rank {index} (pid {self._members[index].pid} on {self._members[index].address}{more})"
 
     def gone_ranks(self, rank: int) -> errors.RankFailedError:
-        return errors.RankFailedError(f"{self._who(rank)} is gone", [rank])
+        return errors.RankFailedError(f"{self.describe(rank)} is gone", [rank])
 
     @contextlib.contextmanager
-    def _blame(self, rank: int) -> Iterator[None]:
-        """Blame a failure of a member's store on that member."""
+    def _blame_first(self) -> Iterator[None]:
+        """Blame a failure of the first member's store on that member."""
         try:
             yield
         except UNREACHABLE_ERRORS as error:
             if self.left() > 0.1:  # the network gave up before we did
-                raise errors.RankFailedError(f"{self._who(rank)} cannot be reached", [rank]) from error
-            raise self.late([rank]) from error
+                raise errors.RankFailedError(f"{self.describe(0)} cannot be reached", [0]) from error
+            raise self.late([0]) from error
         except GONE_ERRORS as error:
-            raise self.gone_ranks(rank) from error
+            raise self.gone_ranks(0) from error
 
     def late(self, missing: Sequence[int]) -> errors.DeadlineError:
-        who = ", ".join(self._who(rank, self._elsewhere(rank)) for rank in missing)
+        who = ", ".join(self.describe(rank, self._elsewhere(rank)) for rank in missing)
         return errors.DeadlineError(f"{who} did not come within {format_seconds(self.seconds)}", missing)
 
     def _elsewhere(self, rank: int) -> str:
