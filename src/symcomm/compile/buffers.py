@@ -18,6 +18,7 @@ from torch._inductor import comm_lowering, config, ir
 from torch._inductor.virtualized import V
 
 from symcomm.collectives.select import DEFAULT
+from symcomm.compile.overlap import is_getitem
 from symcomm.torch_backend import versions
 
 
@@ -84,10 +85,7 @@ def _covers(box: Any, buffer: Any) -> bool:
 
 def leaves_graph(node: Any) -> bool:
     """Whether the graph returns it, or one of its several results, as it is."""
-    return any(
-        user.op == "output" or (getattr(user.target, "__name__", "") == "getitem" and leaves_graph(user))
-        for user in node.users
-    )
+    return any(user.op == "output" or (is_getitem(user) and leaves_graph(user)) for user in node.users)
 
 
 def whole_view(box: Any) -> Any:

@@ -111,7 +111,3 @@ TABLE = {entry.operator: entry for entry in _ENTRIES}
 WAIT = _C + "wait_tensor"  # gives its input once the input's Work has ended; gradients go through a wait of their own
 # The same for several tensors (since torch 2.14), in gradients of coalesced collectives. torch's lowering handles it.
 WAIT_FOR_ALL = _C + "wait_tensors"
-
-
-def find(operator: str) -> Entry:
-    return TABLE[operator]

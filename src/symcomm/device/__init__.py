@@ -1,8 +1,5 @@
 """One process, many devices: what ``torch.cuda.comm`` and ``DataParallel`` do, for any list of devices.
 
-=================  ====================================================================
-file               what it holds
-=================  ====================================================================
 devices.py         converts what callers write (0, "cuda:1", "cpu", -1) to torch.device
 copies.py          broadcast, scatter, gather: plain copies, differentiable as they are
 sums.py            reduce_add: adds one tensor from each device, as a tree
@@ -15,7 +12,6 @@ nested.py          scatter and gather of tuples, lists and dicts that hold tenso
 replicate.py       one copy of a module per device
 apply.py           run each copy on its input, one thread each
 data_parallel.py   DataParallel: all of the above around a module
-=================  ====================================================================
 
 A device list may contain the CPU, and the same device several times, so you can try everything here on any machine.
 Public names are in ``symcomm.comm``.
