@@ -71,7 +71,7 @@ class Victim:
         self.refusals = RefusalsAcrossHosts(self)
         self.windows = Arrivals(torch.frombuffer(self.memory, dtype=torch.uint8)[GUARD : GUARD + ROOM], self.cond)
         inbox = Inbox()
-        inbox.open(0, self.windows)
+        inbox.open[0] = self.windows
         self._handlers = {"window": inbox, "honest": lambda rank, header, payload: self.honest.append(bytes(payload))}
         self._post()
 
@@ -101,11 +101,6 @@ class Victim:
     def tell_known(self, rank: int, header: dict[str, Any]) -> bool:
         json.dumps(header)
         return True
-
-    def endpoint(self, rank: int) -> Any:
-        return self
-
-    nonce = ""
 
     def notify(self) -> None: ...
 

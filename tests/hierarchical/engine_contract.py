@@ -60,7 +60,7 @@ def tags_do_not_wait_for_each_other(engine: Engine, rank: int, size: int) -> Non
     swap(engine, rank, size, 10, tag=1)
     assert not waiting.ended
     swap(engine, rank, size, 1, tag=1)  # nobody sends before everybody has looked
-    engine.send(*place_of(mine), after, 0, timeout=30)
+    engine.start([Move(True, *place_of(mine), after, 0)]).wait(30)
     waiting.wait(30)
     assert early == numbers(before, 10)
 
@@ -78,7 +78,7 @@ def what_was_expected_arrives(engine: Engine, rank: int, size: int) -> None:
     last = array.array("q", bytes(800))
     transfers.append(engine.start([], expected=engine.expect([Move(False, *place_of(last), before, 3)])))
     mine = numbers(rank, 100)
-    engine.send(*place_of(mine), after, 3, timeout=30)
+    engine.start([Move(True, *place_of(mine), after, 3)]).wait(30)
     for transfer in transfers:
         transfer.wait(30)
     assert came == [numbers(before + i, 500) for i in range(3)] and last == numbers(before, 100)

@@ -276,10 +276,6 @@ def test_a_cancelled_message_is_made_up_for_and_no_other() -> None:
         size, rank, name, timeout = 2, 0, "stub", 1.0
         cond = threading.Condition()
         failures = types.SimpleNamespace(verdict=None)
-        nonce = ""
-
-        def endpoint(self, rank: int) -> Any:
-            return self
 
         def tell(self, rank: int, header: dict[str, Any], payload: bytes = b"") -> bool:
             told.append(header)

@@ -29,7 +29,7 @@ from symcomm.hierarchical.connection import ConnectionClosed as LinkOver
 from symcomm.hierarchical.control_channel import ControlChannel, Endpoint
 from symcomm.hierarchical.frames import AGREEMENT_STEPS, FIELDS, check
 from symcomm.hierarchical.operation import Operation
-from symcomm.store import HashStore, TCPStore
+from symcomm.store import HashStore, TCPStore, tcp_server
 from symcomm.store.address import LOOPBACK
 from symcomm.windows.hosts import Arrivals, _inbox_of
 from tests.support.ranks import until
@@ -239,7 +239,7 @@ def test_the_log_cannot_be_flooded(caplog: pytest.LogCaptureFixture) -> None:
         for k in range(1000):
             refusals.note("somebody", f"came {k} times")
     assert refusals.refused == 1000 and len(refusals.reasons) == listener.REASONS
-    assert len(caplog.records) <= 2 * listener.LOG_LINES_PER_SECOND + 1
+    assert len(caplog.records) <= 2 * tcp_server.LINES_A_SECOND + 1
 
 
 # --- where it listens -------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_ranks_of_one_machine_listen_on_loopback_only(monkeypatch: pytest.Monkey
 
     def rank(g: Any) -> list[Any]:
         g.barrier()
-        return [g.control.listener.addresses, g.endpoint(g.rank).port]
+        return [g.control.listener.addresses, g._endpoints[g.rank].port]
 
     for addresses, port in run(rank, [1, 1]):
         assert addresses == [(LOOPBACK, port)]
@@ -363,7 +363,7 @@ def _tampered(kind: str) -> Iterator[dict[str, Any]]:
     """Headers of a kind with one field missing, or of another type, or out of range."""
     good: dict[str, Any] = {
         "number": 1, "tag": 0, "dtype": 0, "nbytes": 4, "inline": False, "real": True, "survey": 0, "seq": 1,
-        "call": "x", "site": "y", "awaits": "", "ended": {},
+        "call": "x", "site": "y", "awaits": "", "ended": {}, "place": "w", "where": True,
         "fault": "gone", "story": "z", "ranks": [], "origin": 0, "seconds": 1.0,
         "topic": "t", "item": "x", "signature": [0] * 6, "step": "accept", "proposal": [1, 1],
         "value": [1, 1, "AQ==", True, 1], "told": '[1, "why", "where"]',
@@ -398,8 +398,8 @@ def test_every_field_of_every_message_is_checked(kind: str) -> None:
 
 def _whole(kind: str) -> Iterator[dict[str, Any]]:
     values = {"fault": "gone", "item": "", "ranks": [], "ended": {}, "inline": True, "real": True, "seconds": 1.0}
-    values |= {"step": "here"}
-    texts = {"call", "site", "awaits", "story", "topic"}
+    values |= {"step": "here", "where": True}
+    texts = {"call", "site", "awaits", "story", "topic", "place"}
     yield {"kind": kind, **{name: values.get(name, "x" if name in texts else 0) for name in FIELDS[kind]}}
 
 
@@ -428,7 +428,7 @@ def test_a_rank_that_sends_what_none_does_loses_its_connection(what: str) -> Non
 
     def rank(g: Any) -> Any:
         memory = torch.full((64,), 7, dtype=torch.uint8)
-        _inbox_of(g).open(0, window := Arrivals(memory[:16], g.cond))
+        _inbox_of(g).open[0] = window = Arrivals(memory[:16], g.cond)
         work = g.irecv(memory[:16], 1) if g.rank == 0 else None
         done.wait(30)
         if g.rank == 1:
@@ -552,7 +552,7 @@ def test_a_second_line_of_a_rank_is_not_taken() -> None:
     def rank(g: Any) -> Any:
         g.barrier()
         if g.rank == 0:
-            second = g.control.dial(g.endpoint(1), g._key)
+            second = g.control.dial(g._endpoints[1], g._key)
             assert until(lambda: _is_over(second))
         else:
             assert until(lambda: g.control.stats()["refused"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from symcomm import errors
@@ -20,7 +21,7 @@ class DeathWatch:
     since a rank died raises who it was."""
 
     def __init__(self, group: Any, exchange: Exchange):
-        self._ref = weakref.ref(group)  # an exchange must not keep the group alive
+        self._group: Callable[[], Any] = weakref.ref(group)  # an exchange must not keep the group alive
         self._left_at: dict[int, float] = {}
         counterparts = {r for host in group.layout.others for r in group.layout.counterparts(host)}
         self._watched = sorted(counterparts)
@@ -32,10 +33,6 @@ class DeathWatch:
             add(self.check)
         self.check_all = getattr(exchange, "check", self.check)  # who died, or gave up
 
-    @property
-    def _group(self) -> Any:
-        return self._ref()
-
     def __enter__(self) -> DeathWatch:
         return self
 
@@ -43,11 +40,11 @@ class DeathWatch:
         says_why = isinstance(error, (errors.ResourceError, errors.CallerError))
         says_who = isinstance(error, errors.RankFailedError) and error.ranks
         if isinstance(error, RuntimeError) and not says_why and not says_who:  # also torch's
-            Deadline(self._group.timeout, self.check_all).await_reason()
+            Deadline(self._group().timeout, self.check_all).await_reason()
 
     def check(self) -> None:
         """Raise once a rank has died."""
-        if (group := self._group) is None:
+        if (group := self._group()) is None:
             return
         if time.monotonic() > self._redial_at:
             self._redial()
@@ -61,14 +58,14 @@ class DeathWatch:
 
     def _silent(self) -> set[int]:
         """Ranks that left a while ago. Others see sooner why, if that can be told."""
-        now, left = time.monotonic(), self._group.presence.left
+        now, left = time.monotonic(), self._group().presence.left
         for rank in left:
             self._left_at.setdefault(rank, now)
         return {rank for rank, at in self._left_at.items() if now - at > GRACE}
 
     def _redial(self) -> None:
         """A rank that died before it said hello has no connection whose end would tell."""
-        group = self._group
+        group = self._group()
         for rank in self._watched:
             if not group.is_gone(rank) and not group.tell_known(rank, {"kind": "hello"}):
                 group.tell(rank, {"kind": "hello"}, timeout=DIAL)

@@ -39,6 +39,7 @@ log = logging.getLogger("symcomm.hosts")
 
 EARLY_FRAMES = 100_000  # buffered for groups that this rank has not built yet
 EARLY_BYTES = 256 << 20
+DIAL = 10.0  # seconds to connect to a rank
 PAST_GROUPS = 1000  # remembered, so that nothing is buffered for them
 DEFAULT_HOST_TIMEOUT = 5.0
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN)
@@ -218,7 +219,7 @@ class ControlChannel:
 
     # --- sending ----------------------------------------------------------------------------------------------
 
-    def send(self, to: Endpoint, header: dict[str, Any], payload: bytes = b"", timeout: float = 10.0) -> bool:
+    def send(self, to: Endpoint, header: dict[str, Any], payload: bytes = b"", timeout: float = DIAL) -> bool:
         """Queue a message for ``to``, connecting first if needed. False: that rank cannot be reached."""
         conn = self._by_peer.get(to.nonce)
         if conn is None:
@@ -239,9 +240,9 @@ class ControlChannel:
         conn = self._by_peer.get(nonce)
         return conn.backlog if conn is not None else 0
 
-    def dial(self, to: Endpoint, key: str, timeout: float = 10.0) -> FramedConnection | None:
+    def dial(self, to: Endpoint, key: str) -> FramedConnection | None:
         """A connection to ``to``'s group of that name, owned by the caller. None: it cannot be reached."""
-        return None if to.nonce in self._lost else self._dial(to, timeout, key)
+        return None if to.nonce in self._lost else self._dial(to, DIAL, key)
 
     def _dial(self, to: Endpoint, timeout: float, group: str | None = None) -> FramedConnection | None:
         sock = self._open(to, time.monotonic() + timeout)

@@ -114,7 +114,8 @@ class HierarchicalExecutor(HostExecutor):
         """Perform one, with the turn held. ``buffers``: what ``body`` works on."""
         state, parts = self.state, self._parts
         state.check_usable()
-        parts.refusals.check_batch(batch)
+        if batch is not None and batch.refused is not None:  # an operation of the same call
+            raise batch.refused
         begun = time.monotonic()
         seq = state.doing[0] + 1
         words = with_sizes(call, signature.collective) or signature.words()

@@ -46,22 +46,18 @@ class Failures:
     """The failures of one group. ``verdict`` is the failure that all ranks raise, once there is one."""
 
     def __init__(self, group: Any):
-        self._ref = weakref.ref(group)  # must not keep the group alive
+        self._group: Callable[[], Any] = weakref.ref(group)  # must not keep the group alive
         self.verdict: dict[str, Any] | None = None
         self._answers: dict[int, dict[int, dict[str, Any]]] = {}  # by the number of the survey, by rank
         self._surveys = itertools.count(1)
         self._lock = threading.RLock()
-
-    @property
-    def _group(self) -> Any:
-        return self._ref()
 
     # --- surveys ----------------------------------------------------------------------------------------------
 
     def survey(self, ranks: Collection[int] | None = None, where: bool = False) -> dict[int, dict[str, Any]]:
         """What each rank (or of ``ranks``) is doing that answers, and ``where`` in its program it is; notices which
         cannot be reached."""
-        group, number = self._group, next(self._surveys)
+        group, number = self._group(), next(self._surveys)
         answers = self._answers[number] = {}
         ask = {"kind": "ask", "survey": number, "where": where}
         asked = [r for r in (range(group.size) if ranks is None else ranks) if r != group.rank and not group.is_gone(r)]
@@ -76,31 +72,22 @@ class Failures:
         return {group.rank: self._own_answer(where), **answers}
 
     def _own_answer(self, where: bool) -> dict[str, Any]:
-        group = self._group
+        group = self._group()
         seq, call, site = group.doing
-        awaits = group.waits.words()
-        place = hooks.place_of(group.arena.thread) if where else ""
-        return {
-            "seq": seq, "call": call, "site": site, "awaits": awaits, "ended": self._ended_here(), "place": place,
-        }  # fmt: skip
+        ended, place = self._ended_here(), hooks.place_of(group.arena.thread) if where else ""
+        return {"seq": seq, "call": call, "site": site, "awaits": group.waits.words(), "ended": ended, "place": place}
 
     def _ended_here(self) -> dict[str, str]:
         """How ranks of this host ended, by their number."""
-        group = self._group
-        ended: dict[str, str] = {}
-        if group.local is None:  # which is being made
-            return ended
-        for seen in group.local.handle.report()["ranks"]:
-            if seen["gone"] == Status.DEAD:
-                ended[str(group.layout.here[seen["rank"]])] = how_it_ended(group.local.peers[seen["rank"]].pid)
-            elif seen["gone"] == Status.LEFT:
-                ended[str(group.layout.here[seen["rank"]])] = "left the group"
-        return ended
+        local = self._group().local  # None: it is being made
+        gone = {} if local is None else local.gone()
+        pids = dict(zip(local.here, (peer.pid for peer in local.peers), strict=True)) if gone else {}
+        return {str(r): how_it_ended(pids[r]) if how == Status.DEAD else "left the group" for r, how in gone.items()}
 
     def answer(self, rank: int, header: dict[str, Any]) -> None:
         """Answer a survey, in a thread: finding out how a process ended takes too long for the channel's."""
 
-        group = self._group
+        group = self._group()
 
         def reply() -> None:
             own = self._own_answer(header["where"])
@@ -118,7 +105,7 @@ class Failures:
         """``ranks``, and maybe others, died, left or cannot be reached."""
         if self.verdict is not None:
             return
-        group, answers = self._group, self.survey()
+        group, answers = self._group(), self.survey()
         how: dict[int, str] = {}
         for answer in answers.values():
             how.update({int(rank): words for rank, words in answer["ended"].items()})
@@ -128,7 +115,7 @@ class Failures:
         self._spread("gone", self._describe_lost(lost, how), sorted(lost))
 
     def _describe_lost(self, lost: Collection[int], how: dict[int, str]) -> str:
-        group, parts = self._group, []
+        group, parts = self._group(), []
         for h, ranks in enumerate(group.layout.hosts):
             missing = [r for r in ranks if r in lost]
             if len(missing) == len(ranks) > 0 and not any(r in how or r in group.left for r in missing):
@@ -148,7 +135,7 @@ class Failures:
         ``has_ended``: whether what it was for came in the end."""
         if self.verdict is not None:
             return
-        group, answers = self._group, self.survey()
+        group, answers = self._group(), self.survey()
         if has_ended():
             return
         behind = [r for r, answer in answers.items() if answer["seq"] < seq]
@@ -173,7 +160,7 @@ class Failures:
         if self.verdict is not None:
             return
         sides: dict[str, list[int]] = {}
-        answers, seq = self.survey(), self._group.doing[0]
+        answers, seq = self.survey(), self._group().doing[0]
         for rank, answer in sorted(answers.items()):
             side = f"{answer['call']} at {answer['site']}" if answer["seq"] >= seq else "nothing yet"
             sides.setdefault(side, []).append(rank)
@@ -184,7 +171,7 @@ class Failures:
         if self.verdict is not None:
             return
         first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
-        by = "" if isinstance(reason, ProtocolViolation) else f"{self._group.engine_name}: "
+        by = "" if isinstance(reason, ProtocolViolation) else f"{self._group().engine_name}: "
         story = f"the connection to rank {format_ranks(ranks)} broke ({by}{first})"
         self._spread("gone", story, sorted(ranks))
 
@@ -192,7 +179,7 @@ class Failures:
         """The engine failed: a rank is gone, as the control channel will notice as well, or for a reason of its own."""
         deadline = time.monotonic() + ENGINE_GRACE
         while self.verdict is None and time.monotonic() < deadline:
-            gone = [r for r in transfer.peers if self._group.is_gone(r)]
+            gone = [r for r in transfer.peers if self._group().is_gone(r)]
             if gone:
                 self.gone(gone)
                 return
@@ -204,16 +191,16 @@ class Failures:
         """This rank leaves: its own waits end; peers are not told."""
         with self._lock:
             if self.verdict is None:
-                self.verdict = {"fault": "aborted", "story": "", "ranks": [], "origin": self._group.rank}
-        self._group.notify()
+                self.verdict = {"fault": "aborted", "story": "", "ranks": [], "origin": self._group().rank}
+        self._group().notify()
 
     def abort(self) -> None:
-        self._spread("aborted", "", [self._group.rank])
+        self._spread("aborted", "", [self._group().rank])
 
     # --- spreading the verdict --------------------------------------------------------------------------------
 
     def _spread(self, kind: str, story: str, ranks: list[int], seconds: float = 0.0) -> None:
-        group = self._group
+        group = self._group()
         verdict = {
             "kind": "fail", "fault": kind, "story": story, "ranks": ranks, "origin": group.rank, "seconds": seconds,
         }  # fmt: skip
@@ -228,11 +215,11 @@ class Failures:
         with self._lock:
             if self.verdict is not None:
                 return False
-            if self._group.local is not None:
-                self._group.local.handle.abort()  # before a caller learns of it and reuses its tensors
-            self._group.stop_engine()
+            if self._group().local is not None:
+                self._group().local.handle.abort()  # before a caller learns of it and reuses its tensors
+            self._group().stop_engine()
             self.verdict = verdict
-        self._group.notify()
+        self._group().notify()
         return True
 
     def await_verdict(self) -> None:
@@ -246,7 +233,7 @@ class Failures:
     def error(self, what: str, seconds: float) -> errors.SymcommError:
         """The verdict as this rank's exception. ``what``: the call, its number and its group."""
         verdict: Any = self.verdict
-        group, story, ranks = self._group, verdict["story"], verdict["ranks"]
+        group, story, ranks = self._group(), verdict["story"], verdict["ranks"]
         if verdict["fault"] == "gone":
             return rank_failed(what, group.rank, group.size, seconds, story, ranks)
         if verdict["fault"] == "late":
@@ -268,6 +255,12 @@ class HierarchicalState(GroupState):
         if self.failure is None and verdict is not None and verdict["fault"] != "gone":
             raise self.fail_operation(f"an operation on group {self.name!r}", 0.0)
         super().check_usable()
+
+    def let_go(self) -> None:
+        group: Any = self.whole()
+        if group is not None:
+            group.let_go()
+        super().let_go()
 
     def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
         """This rank's exception for a failure that ``failures`` has recorded. Not to be asked for with the group's

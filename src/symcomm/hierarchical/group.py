@@ -22,20 +22,9 @@ from symcomm.group.refusal import settled
 from symcomm.group.work import Timeout, to_ns
 from symcomm.hierarchical.connecting import DeathWatch
 from symcomm.hierarchical.connection import FramedConnection, ProtocolViolation
-from symcomm.hierarchical.control_channel import ControlChannel, Endpoint, channel_of, check_tokens, endpoint_in
-from symcomm.hierarchical.discovery import (
-    agree_on_engine,
-    check_addresses,
-    network_advice,
-    wants_wide_sums,
-)
-from symcomm.hierarchical.engines.base import (
-    Engine,
-    EngineContext,
-    available_engines,
-    engine_class,
-    wanted_engine,
-)
+from symcomm.hierarchical.control_channel import ControlChannel, channel_of, check_tokens, endpoint_in
+from symcomm.hierarchical.discovery import agree_on_engine, check_addresses, network_advice, wants_wide_sums
+from symcomm.hierarchical.engines.base import Engine, EngineContext, available_engines, engine_class, wanted_engine
 from symcomm.hierarchical.executor import HierarchicalExecutor
 from symcomm.hierarchical.failure import Failures, HierarchicalState
 from symcomm.hierarchical.frames import MESSAGES, check
@@ -98,14 +87,6 @@ def _leave_first_at_exit() -> None:
     atexit.register(_leave_all)
 
 
-def _let_go_of(ref: weakref.ref[HierarchicalGroup]) -> Callable[[], None]:
-    def let_go() -> None:
-        if (group := ref()) is not None:
-            group.let_go()
-
-    return let_go
-
-
 def _retire(
     channel: ControlChannel, key: str, runner: Runner, engine: Engine, links: LeaderLinks, untold: list[str]
 ) -> None:
@@ -124,13 +105,10 @@ class HierarchicalGroup(ProcessGroup):
     spans_hosts = True
     _retire: weakref.finalize
 
-    def __init__(
-        self, met: Meeting, name: str = "world", timeout: Timeout = None, engine: str | None = None
-    ):  # fmt: skip
+    def __init__(self, met: Meeting, name: str = "world", timeout: Timeout = None, engine: str | None = None):
         super().__init__(met.rank, met.size, name, timeout, met.part.given, met.members)
         self.layout = Layout(met.hosts, met.rank)
         self.failures = self.state.failures
-        self.state.letting_go.append(_let_go_of(weakref.ref(self)))
         self.arrivals: dict[tuple[int, int], tuple[list[int], Any]] = {}  # (number, leader) -> signature, data
         self.refusals = RefusalsAcrossHosts(self)
         self.leader_links = links_of(self)
@@ -220,7 +198,7 @@ class HierarchicalGroup(ProcessGroup):
         with DeathWatch(self, exchange) as watch:
             self._make_engine(exchange, watch.check_all)
         parts = Parts(
-            self.layout, HostRanks(self.local.executor), self.leader_links, self.arrivals, self.engine,
+            self.layout, HostRanks(self.local), self.leader_links, self.arrivals, self.engine,
             Scratch(self.arena), self.presence, self.failures, self.refusals,
         )  # fmt: skip
         messages = HierarchicalMessages(self.state, self.layout, self.local.messages, self.matcher)
@@ -255,10 +233,6 @@ class HierarchicalGroup(ProcessGroup):
 
     # --- failure ----------------------------------------------------------------------------------------------
 
-    def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
-        """This rank's exception for a failure that ``failures`` has recorded."""
-        return self.state.fail_operation(what, seconds)
-
     def let_go(self) -> None:
         """After a failure, before the caller learns of it: nobody uses the caller's tensors any more."""
         self.await_engine()
@@ -285,9 +259,6 @@ class HierarchicalGroup(ProcessGroup):
             self._stopping.join(ENGINE_STOP)
 
     # --- control channel --------------------------------------------------------------------------------------
-
-    def endpoint(self, rank: int) -> Endpoint:
-        return self._endpoints[rank]
 
     def dial(self, rank: int) -> FramedConnection | None:
         """A link between leaders, from this one."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from symcomm.collectives.plan import Plan
-from symcomm.group.executor import LocalExecutor
 from symcomm.group.local import LocalGroup
 from symcomm.hierarchical.standoff import Waits
 
@@ -23,6 +22,10 @@ class IntraHostGroup(LocalGroup):
         """Of a step of an operation: its group tells of the whole (``hooks.watch``)."""
         return 0.0
 
+    def gone(self) -> dict[int, int]:
+        """The ranks of this host that died or left, by their number in the whole group, and which of the two."""
+        return {self.here[seen["rank"]]: seen["gone"] for seen in self.handle.report()["ranks"] if seen["gone"]}
+
     def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
         self.waits.on_standoff(is_send, self.here[peer], tag)
 
@@ -30,8 +33,8 @@ class IntraHostGroup(LocalGroup):
 class HostRanks:
     """What an operation does with the ranks of its host: they compare signatures, and run plans together."""
 
-    def __init__(self, executor: LocalExecutor):
-        self._executor, self.state = executor, executor.state
+    def __init__(self, group: IntraHostGroup):
+        self._executor, self.state, self.gone = group.executor, group.state, group.gone
 
     def arrival(self, signature: Any, build: Callable[..., Plan] | None = None, args: tuple[Any, ...] = ()) -> Any:
         """The first step of an operation: compare signatures, and maybe run a collective as well."""
@@ -59,7 +62,3 @@ class HostRanks:
         """What the rank told that refused the core's operation of that number."""
         told = self.state.handle.refusal(seq)
         return told[1] if told is not None else None
-
-    def gone(self) -> list[int]:
-        """The ranks that died or left, as this host counts them."""
-        return [seen["rank"] for seen in self.state.handle.report()["ranks"] if seen["gone"]]

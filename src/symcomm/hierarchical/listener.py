@@ -19,6 +19,7 @@ from collections.abc import Callable
 from symcomm import errors
 from symcomm.hierarchical.connection import FramedConnection
 from symcomm.hierarchical.session import Callee
+from symcomm.store.tcp_server import CappedLog, bound_socket
 
 log = logging.getLogger("symcomm.hosts")
 
@@ -29,8 +30,8 @@ ROOM_S = 1.0  # seconds after which a stranger is dropped to make room for other
 FULL_S = 0.05  # seconds between checks for room
 NO_DESCRIPTOR_S = 1.0  # seconds between attempts to accept when the process is out of descriptors
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-LOG_LINES_PER_SECOND = 20  # the rest is only counted
 REASONS = 64  # remembered
+BACKLOG = 1024  # of connections that the kernel keeps for us
 
 
 class RefusalLog:
@@ -39,24 +40,12 @@ class RefusalLog:
     def __init__(self) -> None:
         self.refused = 0
         self.reasons: deque[str] = deque(maxlen=REASONS)
-        self._second, self._lines, self._muted = 0, 0, 0
+        self.warn = CappedLog(log, "the control channel closed %d more connections").warn
 
     def note(self, who: str, why: str) -> None:
         self.refused += 1
         self.reasons.append(f"{who} {why}")
         self.warn("the control channel closed a connection: %s %s", who, why)
-
-    def warn(self, text: str, *words: object) -> None:
-        now = int(time.monotonic())
-        if now != self._second:
-            if self._muted:
-                log.warning("the control channel closed %d more connections", self._muted)
-            self._second, self._lines, self._muted = now, 0, 0
-        self._lines += 1
-        if self._lines <= LOG_LINES_PER_SECOND:
-            log.warning(text, *words)
-        else:
-            self._muted += 1
 
 
 class Listener:
@@ -170,20 +159,12 @@ def _has_greeted(conn: FramedConnection) -> bool:
 
 def _listen(address: str) -> socket.socket:
     try:
-        sock = _bound(address)
+        sock = bound_socket(address, 0)
+        sock.listen(BACKLOG)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
-            raise errors.ResourceError(
-                f"groups across hosts: cannot listen at {address or 'any address'} ({error.strerror})."
-            ) from None
+            raise errors.ResourceError(f"groups across hosts: cannot listen at {address} ({error.strerror}).") from None
         log.warning("%s is no address of this machine, so the control channel listens at all of them", address)
-        return _listen("")
+        return _listen("0.0.0.0")
     sock.setblocking(False)
     return sock
-
-
-def _bound(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    name, _, scope = address.partition("%")
-    bound = (name, 0, 0, socket.if_nametoindex(scope)) if scope else (name, 0)
-    return socket.create_server(bound, family=family, backlog=1024)

@@ -67,14 +67,13 @@ class MessageMatcher:
         work, group = RemoteWork(self, message, buffer), self.group
         number, nbytes = next(self._numbers), buffer.nbytes
         inline = nbytes <= eager_max
-        to = group.endpoint(message.peer)
         header = {
             "kind": "envelope", "number": number, "tag": message.tag, "dtype": int(buffer.dtype), "nbytes": nbytes,
             "inline": inline,
         }  # fmt: skip
         payload = native.peek(buffer.address, nbytes) if inline and nbytes else b""
         if inline:
-            self._throttle(to.nonce)
+            self._throttle(message.peer)
         else:
             with group.cond:
                 self._sends[number] = work
@@ -83,10 +82,10 @@ class MessageMatcher:
                 work.end()
         return work
 
-    def _throttle(self, nonce: str) -> None:
+    def _throttle(self, rank: int) -> None:
         """Bound the envelopes that are queued for a receiver that does not read."""
         deadline = time.monotonic() + self.group.timeout
-        while self.group.control.backlog(nonce) > BACKLOG and time.monotonic() < deadline:
+        while self.group.backlog(rank) > BACKLOG and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def on_clear_to_send(self, rank: int, header: dict[str, Any]) -> None:

@@ -139,7 +139,7 @@ class RemoteWork(AnyMessageWork):
             named = [] if self.sender == ANY_SOURCE else awaited
             error: BaseException = self._late(seconds, named, group.waits.describe(awaited))
         else:
-            error = group.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._started)
+            error = group.state.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._started)
         with group.cond:
             if not self.ended:
                 self.end(error)
@@ -196,7 +196,7 @@ class LocalWork(AnyMessageWork):
             group.failures.late(0, group.timeout, [peer])
         else:
             group.failures.await_verdict()
-        return group.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._work.started)
+        return group.state.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._work.started)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()

@@ -212,7 +212,7 @@ class Operation:
         if status == Status.REFUSED:
             raise OperationRefused(self._host.refusal(ended >> 8))
         if status in (Status.DEAD, Status.LEFT):
-            self._failures.gone([self.layout.here[local] for local in self._host.gone()])
+            self._failures.gone(self._host.gone())
         elif status == Status.TIMEOUT:
             self._failures.late(self._seq, self._seconds, [r for r in self.layout.here if r != self.layout.rank])
         elif status == Status.MISMATCH:

@@ -49,23 +49,36 @@ def _lane_counts(layout: Layout, count: int) -> tuple[int, ...]:
 
 
 def all_reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels) -> None:
+    reduce(op, source, target, count, dtype, levels, None)
+
+
+def reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int | None) -> None:
+    """``root``: the rank that gets the result; None: all of them."""
     item = dtype.itemsize
     op.pipeline(
-        _all_reduce_chunk(op, source + start * item, target + start * item, size, dtype, levels)
+        _reduce_chunk(op, source + start * item, target + start * item, size, dtype, levels, root)
         for start, size in chunks_of(count, levels.kept)
     )
 
 
-def _all_reduce_chunk(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels) -> Chunk:
-    counts = _lane_counts(op.layout, count)
-    mine = counts[op.layout.local]
+def _reduce_chunk(
+    op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int | None
+) -> Chunk:
+    layout = op.layout
+    homes = range(len(layout.hosts)) if root is None else [layout.host_of[root]]
+    counts = _lane_counts(layout, count)
+    mine = counts[layout.local]
     piece = op.borrow(mine * levels.kept.itemsize)
     result = levels.room(op, piece, mine)
-    across = _combine_across(op, piece, result, mine, levels, range(len(op.layout.hosts)))
+    across = _combine_across(op, piece, result, mine, levels, homes)
     yield next(across)
     _scatter_here(op, source, piece, counts, levels)
     yield from across
-    op.local(collectives.all_gather, [result], [target], counts, dtype)
+    if root is None:
+        op.local(collectives.all_gather, [result], [target], counts, dtype)
+    elif layout.host in homes:
+        outs = [target] if layout.rank == root else []
+        op.local(collectives.gather, [result], outs, counts, dtype, layout.local_of[root], False)
     levels.done(op, (result, piece))
     op.give_back(piece)
 
@@ -80,19 +93,14 @@ def _scatter_here(op: Operation, source: int, piece: int, counts: Sequence[int],
 def _combine_across(op: Operation, piece: int, result: int, count: int, levels: Levels, hosts: Sequence[int]) -> Chunk:
     """Combine the lane's piece over all hosts, for ``hosts``; the result may go where the piece is."""
     if not op.layout.has_lane:
-        yield from _idle(2 if len(op.layout.hosts) == 2 else 3)
+        for _ in range(2 if len(op.layout.hosts) == 2 else 3):  # as often as the others yield
+            yield None
     elif len(op.layout.hosts) == 2:
         yield from _swap(op, piece, result, count, levels, hosts)
     else:
-        starts, sizes = _shares(op, count)
-        yield from _reduce_shares(op, piece, result, starts, sizes, levels)
-        yield _collect_shares(op, result, starts, sizes, levels.dtype, hosts)
-
-
-def _idle(turns: int) -> Chunk:
-    """A rank without a lane yields as often as the others."""
-    for _ in range(turns):
-        yield None
+        sizes = split_evenly(count, len(op.layout.hosts))  # of the share that each host combines
+        yield from _reduce_shares(op, piece, result, starts_of(sizes), sizes, levels)
+        yield _collect_shares(op, result, starts_of(sizes), sizes, levels.dtype, hosts)
 
 
 def _swap(op: Operation, piece: int, result: int, count: int, levels: Levels, hosts: Sequence[int]) -> Chunk:
@@ -108,12 +116,6 @@ def _swap(op: Operation, piece: int, result: int, count: int, levels: Levels, ho
         order = [piece, theirs] if layout.host == 0 else [theirs, piece]
         levels.combine(op, result, order, count)
     op.give_back(theirs)
-
-
-def _shares(op: Operation, count: int) -> tuple[list[int], list[int]]:
-    """(starts, sizes) of the share of a lane's piece that each host is to combine."""
-    sizes = split_evenly(count, len(op.layout.hosts))
-    return starts_of(sizes), sizes
 
 
 def _reduce_shares(
@@ -142,34 +144,6 @@ def _collect_shares(
     sends = [(layout.lane(h), piece + starts[me] * item, sizes[me] * item) for h in hosts if h != me]
     receives = [(layout.lane(h), piece + starts[h] * item, sizes[h] * item) for h in layout.others]
     return op.start(sends, op.expect(receives if me in hosts else []))
-
-
-def reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int) -> None:
-    item = dtype.itemsize
-    op.pipeline(
-        _reduce_chunk(op, source + start * item, target + start * item, size, dtype, levels, root)
-        for start, size in chunks_of(count, levels.kept)
-    )
-
-
-def _reduce_chunk(
-    op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int
-) -> Chunk:
-    layout = op.layout
-    home = layout.host_of[root]
-    counts = _lane_counts(layout, count)
-    mine = counts[layout.local]
-    piece = op.borrow(mine * levels.kept.itemsize)
-    result = levels.room(op, piece, mine)
-    across = _combine_across(op, piece, result, mine, levels, [home])
-    yield next(across)
-    _scatter_here(op, source, piece, counts, levels)
-    yield from across
-    if layout.host == home:
-        outs = [target] if layout.rank == root else []
-        op.local(collectives.gather, [result], outs, counts, dtype, layout.local_of[root], False)
-    levels.done(op, (result, piece))
-    op.give_back(piece)
 
 
 def broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) -> None:
@@ -243,10 +217,17 @@ def _share(
     op: Operation, ranks: Sequence[int], source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType
 ) -> None:
     """The i-th rank of this host has ``ranks[i]``'s piece, and all of them get it."""
-    spare = len(op.layout.here) - len(ranks)
-    sizes = (*[counts[r] for r in ranks], *[0] * spare)
-    outs = [targets[r] for r in ranks] + [targets[op.layout.rank]] * spare
+    sizes, outs = _in_places(op, ranks, counts, targets)
     op.local(collectives.all_gather, [source], outs, sizes, dtype, True)
+
+
+def _in_places(
+    op: Operation, ranks: Sequence[int], counts: Sequence[int], addresses: Sequence[int]
+) -> tuple[tuple[int, ...], list[int]]:
+    """Counts and addresses of the pieces of ``ranks``, one for each rank of this host; empty ones where there are more
+    of these."""
+    spare = len(op.layout.here) - len(ranks)
+    return (*[counts[r] for r in ranks], *[0] * spare), [addresses[r] for r in (*ranks, *[op.layout.rank] * spare)]
 
 
 def reduce_scatter(
@@ -295,9 +276,7 @@ def _combine_here(
     op: Operation, ranks: Sequence[int], sources: Sequence[int], target: int, counts: Sequence[int], levels: Levels
 ) -> None:
     """The i-th rank of this host gets the combination of all its ranks' pieces for ``ranks[i]``."""
-    spare = len(op.layout.here) - len(ranks)
-    sizes = (*[counts[r] for r in ranks], *[0] * spare)
-    ins = [sources[r] for r in ranks] + [sources[op.layout.rank]] * spare
+    sizes, ins = _in_places(op, ranks, counts, sources)
     op.local(collectives.reduce_scatter, ins, [target], sizes, levels.kept, levels.inner, True)
 
 

@@ -8,6 +8,7 @@ refuse the next step on their own hosts, where all others wait for them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from symcomm import errors
@@ -23,23 +24,19 @@ class RefusalsAcrossHosts:
     """Those of one group."""
 
     def __init__(self, group: Any):
-        self._ref = weakref.ref(group)  # must not keep the group alive
+        self._group: Callable[[], Any] = weakref.ref(group)  # must not keep the group alive
         self._elsewhere: dict[int, bytes] = {}  # by sequence number: what a rank of another host told
-
-    @property
-    def _group(self) -> Any:
-        return self._ref()
 
     def tell(self, seq: int, told: bytes) -> None:
         """This rank refuses its call: the leaders of the other hosts are told."""
-        group = self._group
+        group = self._group()
         for host in group.layout.others:
             message = {"kind": "refusal", "seq": seq, "told": told.decode()}
             group.tell(group.layout.leader(host), message, timeout=REACH)
 
     def note(self, rank: int, header: dict[str, Any]) -> None:
         """Called in the control channel's thread."""
-        group = self._group
+        group = self._group()
         with group.cond:
             for past in [seq for seq in self._elsewhere if seq < group.doing[0]]:
                 del self._elsewhere[past]
@@ -51,19 +48,14 @@ class RefusalsAcrossHosts:
 
     def check(self, seq: int) -> None:
         """Raise if a rank of another host has refused its call of this operation."""
-        with self._group.cond:
+        with self._group().cond:
             told = self._elsewhere.pop(seq, None)
         if told is not None:
             raise OperationRefused(told, is_news=True)
 
-    def check_batch(self, batch: Batch | None) -> None:
-        """Raise if an operation of the same call was refused before."""
-        if batch is not None and batch.refused is not None:
-            raise batch.refused
-
     def found(self, refusal: OperationRefused, what: str, batch: Batch | None) -> errors.CallRefusedError:
         """The exception for it. The ranks of this host are told, if they cannot know."""
-        group = self._group
+        group = self._group()
         if refusal.is_news and refusal.told is not None and len(group.layout.here) > 1:
             group.local.handle.refuse(refusal.told, group.timeout_ns, 0)
         error = refused(what, refusal.told)

@@ -20,32 +20,25 @@ class Rounds:
     """What each rank of a group has published, by topic."""
 
     def __init__(self, group: Any):
-        self._ref = weakref.ref(group)
+        self._group: Callable[[], Any] = weakref.ref(group)
         self.rank, self.size, self.name = group.rank, group.size, group.name
         self._published: dict[tuple[str, int], str] = {}
 
-    @property
-    def _group(self) -> Any:
-        return self._ref()
-
     def note(self, rank: int, header: dict[str, Any]) -> None:
         """Called in the control channel's thread."""
-        with self._group.cond:
+        with self._group().cond:
             self._published[header["topic"], rank] = header["item"]
-            self._group.cond.notify_all()
+            self._group().cond.notify_all()
 
     def gone(self) -> set[int]:
         """Ranks that died or left: those of this host as the kernel reports it, others by their connection to us."""
-        group = self._group
-        report = group.local.handle.report()["ranks"]
-        here = {group.layout.here[seen["rank"]] for seen in report if seen["gone"]}
-        return here | {r for r in range(self.size) if r != self.rank and group.is_gone(r)}
+        group = self._group()
+        return {*group.local.gone(), *(r for r in range(self.size) if r != self.rank and group.is_gone(r))}
 
     def dead(self) -> set[int]:
         """Those of them that died."""
-        group = self._group
-        report = group.local.handle.report()["ranks"]
-        here = {group.layout.here[seen["rank"]] for seen in report if seen["gone"] == Status.DEAD}
+        group = self._group()
+        here = {r for r, how in group.local.gone().items() if how == Status.DEAD}
         return here | {r for r in group.layout.away if group.is_gone(r) and r not in group.left}
 
     def exchange_among(
@@ -66,40 +59,40 @@ class Rounds:
         )  # fmt: skip
 
     def publish(self, key: str, item: str, to: Sequence[int]) -> None:
-        with self._group.cond:
+        with self._group().cond:
             self._published[key, self.rank] = item
         for rank in to:
             if rank != self.rank:
-                self._group.tell(rank, {"kind": "exchange", "topic": key, "item": item}, timeout=1.0)
+                self._group().tell(rank, {"kind": "exchange", "topic": key, "item": item}, timeout=1.0)
 
     def await_missing(self, key: str, ranks: Sequence[int], seconds: float) -> list[int]:
         """Those of ``ranks`` that have not published, when all have, or something changed, or the time is up."""
-        with self._group.cond:
+        with self._group().cond:
             if any((key, r) not in self._published for r in ranks):
-                self._group.cond.wait(seconds)
+                self._group().cond.wait(seconds)
             return [r for r in ranks if (key, r) not in self._published]
 
     def published(self, key: str, rank: int) -> str:
         """What ``rank`` has published, or "". A rank does not ask for its own."""
-        with self._group.cond:
+        with self._group().cond:
             return "" if rank == self.rank else self._published.get((key, rank), "")
 
     def take(self, key: str, ranks: Sequence[int]) -> list[str]:
-        with self._group.cond:
+        with self._group().cond:
             return [self._published.pop((key, r)) for r in ranks]
 
     def check_members(self, ranks: Collection[int], begun: float, what: str) -> None:
         """Raise if the group has failed, or one of ``ranks`` is gone: then it fails now."""
-        group = self._group
+        group = self._group()
         gone = sorted(self.gone().intersection(ranks))
         if gone and group.failures.verdict is None:
             group.failures.gone(gone)
         if group.failures.verdict is not None:
-            raise group.fail_operation(what, time.monotonic() - begun)
+            raise group.state.fail_operation(what, time.monotonic() - begun)
 
     def forget(self, prefix: str) -> None:
         """Drop what was published on topics that are over."""
-        with self._group.cond:
+        with self._group().cond:
             for key in [key for key in self._published if key[0].startswith(prefix)]:
                 del self._published[key]
 

@@ -135,13 +135,8 @@ class Caller(Session):
         return {"from": self._name, "nonce": self._nonce, **({} if self.group is None else {"group": self.group})}
 
     def answer(self, header: dict[str, Any]) -> dict[str, Any]:
-        self._transcript = [
-            self._name,
-            self.peer,
-            self.group or "",
-            self._nonce,
-            _text(header, "nonce", 2 * NONCE_SIZE),
-        ]
+        theirs = _text(header, "nonce", 2 * NONCE_SIZE)
+        self._transcript = [self._name, self.peer, self.group or "", self._nonce, theirs]
         self._check_proof(header, "callee", "what answers at its address")
         proof = {"proof": self._signed("caller").hex()}
         self._agree("frames of the caller", "frames of the callee")
@@ -161,13 +156,8 @@ class Callee(Session):
         if not self.greeted:
             self.peer = _text(header, "from", LONGEST_NAME)
             self.group = _text(header, "group", LONGEST_KEY) if "group" in header else None
-            self._transcript = [
-                self.peer,
-                self._name,
-                self.group or "",
-                _text(header, "nonce", 2 * NONCE_SIZE),
-                self._nonce,
-            ]
+            theirs = _text(header, "nonce", 2 * NONCE_SIZE)
+            self._transcript = [self.peer, self._name, self.group or "", theirs, self._nonce]
             self.greeted = True
             return {"nonce": self._nonce, "proof": self._signed("callee").hex()}
         self._check_proof(header, "caller", "it")

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from symcomm.errors import format_ranks
@@ -35,12 +35,8 @@ class Waits:
     """The waits of one rank for messages of one group."""
 
     def __init__(self, group: Any):
-        self._ref = weakref.ref(group)
+        self._group: Callable[[], Any] = weakref.ref(group)
         self._works: dict[Wait, Any] = {}
-
-    @property
-    def _group(self) -> Any:
-        return self._ref()
 
     @contextlib.contextmanager
     def of(self, work: Any) -> Iterator[Wait]:
@@ -54,27 +50,23 @@ class Waits:
 
     def words(self) -> str:
         """``waits for a message from rank 0``; empty: for none. One of them, if several threads do."""
-        for work in list(self._works.values()):
-            message = work.message
-            who = "any rank" if message.peer == ANY_SOURCE else f"rank {message.peer}"
-            return f"waits to send to {who}" if message.is_send else f"waits for a message from {who}"
+        for message in [work.message for work in list(self._works.values())]:
+            return f"waits {'to send to' if message.is_send else 'for a message from'} {_peer_of(message)}"
         return ""
 
     def longest(self) -> Lasting | None:
         """That which has lasted longest."""
         for wait, work in list(self._works.items()):
-            message = work.message
-            who = "any rank" if message.peer == ANY_SOURCE else f"rank {message.peer}"
-            call = f"send to {who}" if message.is_send else f"recv from {who}"
+            call = f"{'send to' if work.message.is_send else 'recv from'} {_peer_of(work.message)}"
             return Lasting(id(wait), call, "", wait.begun, work.awaited())
         return None
 
     def describe(self, ranks: Collection[int]) -> str:
         """Why none of ``ranks`` did its part of a message, as far as they say; asks them."""
-        return self.explain(ranks, self._group.failures.survey(ranks))
+        return self.explain(ranks, self._group().failures.survey(ranks))
 
     def explain(self, ranks: Collection[int], answers: dict[int, dict[str, Any]], me: str = "this rank") -> str:
-        silent = [r for r in ranks if r not in answers and not self._group.is_gone(r)]
+        silent = [r for r in ranks if r not in answers and not self._group().is_gone(r)]
         if silent:
             verb = "does" if len(silent) == 1 else "do"
             return f"rank {format_ranks(silent)} {verb} not answer (stopped, or cut off?)"
@@ -82,11 +74,11 @@ class Waits:
 
     def ask(self, ranks: Collection[int]) -> tuple[int, str]:
         """If all of ``ranks`` wait in a collective that this rank has not called: its number, and words."""
-        group = self._group
+        group = self._group()
         return self._standoff(ranks, group.failures.survey(ranks), f"rank {group.rank}")
 
     def _standoff(self, ranks: Collection[int], answers: dict[int, dict[str, Any]], me: str) -> tuple[int, str]:
-        group = self._group
+        group = self._group()
         here, theirs = group.doing[0], [answers[r] for r in ranks if r in answers and r != group.rank]
         if len(theirs) < max(1, len(ranks)) or group.executor.is_operating or any(a["seq"] <= here for a in theirs):
             return 0, ""
@@ -98,7 +90,11 @@ class Waits:
         to find, since an operation that waits for the network is in no call of the core."""
         words = self.ask([rank])[1]
         if words:
-            warn(self._group.state, format_message(is_send, rank, tag), words)
+            warn(self._group().state, format_message(is_send, rank, tag), words)
+
+
+def _peer_of(message: Any) -> str:
+    return "any rank" if message.peer == ANY_SOURCE else f"rank {message.peer}"
 
 
 class Wait:
@@ -109,7 +105,7 @@ class Wait:
         self.begun = time.monotonic()
         self._ask_at = self.begun + FIRST
         self._asking: threading.Thread | None = None
-        self._seen = 0  # the number of the collective that the others waited in when they were last asked
+        self._seen = 0  # the number of the collective in which the others waited when they were last asked
         self._told = False
 
     def look(self) -> None:
@@ -126,8 +122,7 @@ class Wait:
         seen, words = self._waits.ask(self._work.awaited())
         if seen and seen == self._seen and not self._told and not self._work.look():
             self._told = True
-            group, message = self._work.group, self._work.message
-            warn(group.state, format_message(message.is_send, message.peer, message.tag), words)
+            warn(self._work.group.state, self._work.what, words)
         if seen and seen != self._seen:
             self._ask_at = min(self._ask_at, time.monotonic() + FIRST)
         self._seen = seen

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LEADER = (
-    0  # of a host's ranks: the one that talks to the other hosts. The same for every call, so that mismatches are found
-)
+# Of a host's ranks, the one that talks to the other hosts: the same for every call, so that mismatches are found.
+LEADER = 0
 
 # Bytes that travel eagerly, with the arrival messages of hosts: up to EAGER_MAX from one host to another, always, and
 # up to EAGER_HOST_MAX that leave a host. An engine's threads and a second trip cost more than the network takes for

@@ -26,6 +26,11 @@ def to_sizes(call: str, name: str, values: Any) -> tuple[int, ...]:
     return sizes
 
 
+def check_rank(call: str, name: str, rank: Any, size: int) -> None:
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        raise errors.bad_argument(call, name, rank, f"in [0, {size - 1}], a rank of this group")
+
+
 def check_dtype(call: str, dtype: Any) -> None:
     import torch
 
@@ -146,8 +151,7 @@ class SymmetricMemory:
 
         memory = self._peer_memory
         bases, room = (memory.pad_addresses, memory.pad_bytes) if of_pad else (memory.buffers, memory.nbytes)
-
-        self._check_rank(call, name, rank)
+        check_rank(call, name, rank, self.world_size)
         check_dtype(call, dtype)
         sizes = to_sizes(call, "sizes", sizes)
         end = start + math.prod(sizes) * dtype.itemsize
@@ -169,9 +173,8 @@ class SymmetricMemory:
         On a GPU this and the next two are in the order of the current stream: they return at once, and what comes later
         in the stream waits."""
         self._check_channel("barrier", channel)
-        self._peer_memory.barrier(
-            self.group, f"barrier(channel={channel})", channel, self.timeout_ns("barrier", timeout_ms)
-        )
+        timeout_ns = self.timeout_ns("barrier", timeout_ms)
+        self._peer_memory.barrier(self.group, f"barrier(channel={channel})", channel, timeout_ns)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal ``dst_rank``, once it has taken the signal before this one."""
@@ -182,20 +185,15 @@ class SymmetricMemory:
         self._signal("wait_signal", "src_rank", self._peer_memory.take, src_rank, channel, timeout_ms)
 
     def _signal(self, call: str, name: str, act: Callable[..., None], peer: int, channel: int, timeout_ms: int) -> None:
-        self._check_rank(call, name, peer)
+        check_rank(call, name, peer, self.world_size)
         self._check_channel(call, channel)
         act(self.group, f"{call}({name}={peer}, channel={channel})", peer, channel, self.timeout_ns(call, timeout_ms))
-
-    def _check_rank(self, call: str, name: str, rank: int) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise errors.bad_argument(call, name, rank, f"in [0, {self.world_size - 1}], a rank of this group")
 
     def _check_channel(self, call: str, channel: int) -> None:
         channels = self.signal_pad_size // (4 * self.world_size)
         if not isinstance(channel, int) or not 0 <= channel < channels:
-            allowed = f"0 to {channels - 1}, the maximum supported channel"
-            if not channels:
-                allowed = f"absent: {self.signal_pad_size} bytes have room for none"
+            none = f"absent: {self.signal_pad_size} bytes have room for none"
+            allowed = f"0 to {channels - 1}, the maximum supported channel" if channels else none
             fix = "make more with set_signal_pad_size before rendezvous"
             raise errors.bad_argument(call, "channel", channel, allowed, fix)
 

@@ -74,10 +74,14 @@ def _is_cpu(device: Any) -> bool:
     return torch.device(device).type == "cpu"
 
 
-def _is_on_cpu(tensor: Any) -> bool:
+def _is_on_cpu(tensor: Any, *_: Any, **__: Any) -> bool:
     import torch
 
     return isinstance(tensor, torch.Tensor) and tensor.is_cpu
+
+
+def _is_input_on_cpu(input: Any, *_: Any, **__: Any) -> bool:
+    return _is_on_cpu(input)
 
 
 # --- our functions ---------------------------------------------------------------------------------------
@@ -161,24 +165,16 @@ def _device_of_call(size: Any, stride: Any, dtype: Any, device: Any, *_: Any, **
     return _is_cpu(device)
 
 
-def _first_tensor(tensor: Any, *_: Any, **__: Any) -> bool:
-    return _is_on_cpu(tensor)
-
-
-def _word_tensor(input: Any, *_: Any, **__: Any) -> bool:
-    return _is_on_cpu(input)
-
-
 def _device_type(device_type: Any, *_: Any) -> bool:
     return getattr(device_type, "name", str(device_type)).lower() == "cpu"
 
 
 _STATICS: dict[str, Callable[[Any], Any]] = {
     "empty_strided_p2p": _by(_device_of_call, allocate.empty_strided_p2p),
-    "rendezvous": _by(_first_tensor, meet),
-    "is_symm_mem_tensor": _by(_first_tensor, allocate.is_symm_mem_tensor),
-    "memset32": _by(_word_tensor, words.memset32),
-    "stream_write_value32": _by(_word_tensor, words.stream_write_value32),
+    "rendezvous": _by(_is_on_cpu, meet),
+    "is_symm_mem_tensor": _by(_is_on_cpu, allocate.is_symm_mem_tensor),
+    "memset32": _by(_is_input_on_cpu, words.memset32),
+    "stream_write_value32": _by(_is_input_on_cpu, words.stream_write_value32),
     "get_backend": _by(_is_cpu, settings.get_backend),
     "set_backend": _by(lambda name: name == settings.BACKEND, settings.set_backend),
     "get_mempool_allocator": _by(_is_cpu, settings.get_mempool_allocator),
@@ -186,13 +182,13 @@ _STATICS: dict[str, Callable[[Any], Any]] = {
 }
 # Those that are not listed (empty, get_backend, is_symm_mem_tensor, ...) call the static ones.
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "rendezvous": _by(_first_tensor, lambda tensor, group: meet(tensor, group)),
+    "rendezvous": _by(_is_on_cpu, lambda tensor, group: meet(tensor, group)),
     "enable_symm_mem_for_group": _by(is_known, lambda group_name: None),  # every group of ours has it
     "is_symm_mem_enabled_for_group": _enabled,
     "get_symm_mem_workspace": _by(_wants_cpu_workspace, workspace),
     "set_signal_pad_size": _set_pad_size,
-    "get": _by(_first_tensor, get_elements),
-    "put_signal": _by(_first_tensor, put_and_signal),
+    "get": _by(_is_on_cpu, get_elements),
+    "put_signal": _by(_is_on_cpu, put_and_signal),
     "wait_signal": _by(lambda hdl, peer: isinstance(hdl, SymmetricMemory), lambda hdl, peer: hdl.wait_signal(peer)),
-    "reduce_scatter_offset": _by(lambda input, *_, **__: _is_on_cpu(input), _reduce_scatter_offset),
+    "reduce_scatter_offset": _by(_is_input_on_cpu, _reduce_scatter_offset),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
@@ -16,7 +17,7 @@ from symcomm.group import registry
 from symcomm.group.failure import explain_peer
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import Arena, bytes_type, current_arena
-from symcomm.symm_mem.place import Allocation, PeerMemory, Place, other_size, still_active
+from symcomm.symm_mem.place import Allocation, PeerMemory, Place, persistent
 
 if TYPE_CHECKING:
     import torch
@@ -72,25 +73,21 @@ def storage_over(buffer: Any) -> torch.UntypedStorage:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
+def mapped_storage(address: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
+    """A torch storage over memory that some rank owns; it keeps ``keeps`` alive."""
+    part: Any = bytes_type(nbytes).from_address(address)
+    part.keeps = keeps
+    return storage_over(part)
+
+
 def _arena_of(group_name: Any) -> Arena:
     group = registry.find(group_name) if isinstance(group_name, str) else getattr(group_name, "core", group_name)
     return current_arena() if group is None else group.arena
 
 
-_kept: weakref.WeakKeyDictionary[Arena, dict[int, Memory]] = weakref.WeakKeyDictionary()  # by alloc_id, for ever
+# By alloc_id, for ever: the memory and its size.
+_kept: weakref.WeakKeyDictionary[Arena, dict[int, tuple[Memory, int]]] = weakref.WeakKeyDictionary()
 _lent: weakref.WeakValueDictionary[tuple[Arena, int], Memory] = weakref.WeakValueDictionary()  # while a tensor lives
-
-
-def _persistent(arena: Arena, alloc_id: int, nbytes: int) -> Memory:
-    kept = _kept.setdefault(arena, {})
-    if (arena, alloc_id) in _lent:
-        raise still_active(alloc_id)
-    if alloc_id not in kept:
-        kept[alloc_id] = allocate(arena, nbytes)
-    known = kept[alloc_id].allocation.nbytes
-    if known != nbytes:
-        raise other_size(alloc_id, nbytes, known)
-    return kept[alloc_id]
 
 
 class ArenaPeers(PeerMemory):
@@ -122,9 +119,7 @@ class ArenaPeers(PeerMemory):
         return buffers, pads
 
     def storage(self, address: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
-        part: Any = bytes_type(nbytes).from_address(address)
-        part.keeps = keeps
-        return storage_over(part)
+        return mapped_storage(address, nbytes, keeps)
 
     def barrier(self, group: ProcessGroup, what: str, channel: int, timeout_ns: int) -> None:
         group.check_usable()
@@ -151,7 +146,12 @@ class OnCPU(Place):
         self, nbytes: int, device: torch.device, group_name: Any, alloc_id: int | None
     ) -> tuple[torch.UntypedStorage, torch.device]:
         arena = _arena_of(group_name)
-        memory = allocate(arena, nbytes) if alloc_id is None else _persistent(arena, alloc_id, nbytes)
+        make = partial(allocate, arena, nbytes)
+        if alloc_id is None:
+            memory = make()
+        else:
+            kept, is_lent = _kept.setdefault(arena, {}), (arena, alloc_id) in _lent
+            memory = persistent(kept, alloc_id, is_lent, alloc_id, nbytes, make)
         memory.allocation.group_name = group_name
         part = part_of(memory, 0, nbytes)
         if alloc_id is not None:

@@ -10,6 +10,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from symcomm.cuda import devices
@@ -20,7 +21,7 @@ from symcomm.cuda.pool import PoolBuffer, RawMemory, find_block, opened_pieces, 
 from symcomm.cuda.watchdog import Outstanding
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
-from symcomm.symm_mem.place import Allocation, PeerMemory, Place, other_size, still_active
+from symcomm.symm_mem.place import Allocation, PeerMemory, Place, persistent
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ class PoolAllocation(Allocation):
 _pieces: weakref.WeakValueDictionary[int, PoolBuffer] = weakref.WeakValueDictionary()  # by address
 _facts: weakref.WeakKeyDictionary[PoolBuffer, PoolAllocation] = weakref.WeakKeyDictionary()
 _Id = tuple[bytes, int, int]  # the rank's arena (ranks may be threads), device, alloc_id
-_kept: dict[_Id, PoolBuffer] = {}  # for ever
+_kept: dict[_Id, tuple[PoolBuffer, int]] = {}  # for ever, with their sizes
 _lent: weakref.WeakValueDictionary[_Id, RawMemory] = weakref.WeakValueDictionary()  # while a tensor lives
 
 
@@ -58,14 +59,7 @@ def _allocate(device: int, nbytes: int) -> PoolBuffer:
 
 def _persistent(key: _Id, nbytes: int) -> PoolBuffer:
     _, device, alloc_id = key
-    if key in _lent:
-        raise still_active(alloc_id)
-    if key not in _kept:
-        _kept[key] = _allocate(device, nbytes)
-    known = _facts[_kept[key]].nbytes
-    if known != nbytes:
-        raise other_size(alloc_id, nbytes, known)
-    return _kept[key]
+    return persistent(_kept, key, key in _lent, alloc_id, nbytes, partial(_allocate, device, nbytes))
 
 
 def find_piece(tensor: torch.Tensor) -> PoolBuffer | None:

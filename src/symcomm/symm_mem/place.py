@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from symcomm import errors
 from symcomm.errors import format_ranks
@@ -16,6 +16,8 @@ from symcomm.symm_mem import settings
 
 if TYPE_CHECKING:
     import torch
+
+M = TypeVar("M")
 
 
 class Allocation:
@@ -102,16 +104,20 @@ class Place(ABC):
         """Set ``count`` 32-bit words. With None it is one, and a rank that sees it sees everything written before."""
 
 
-def still_active(alloc_id: int) -> errors.BadArgumentError:
-    """In the words of torch's own, which scripts may look for; so is the next."""
-    return errors.BadArgumentError(
-        f"empty_strided_p2p: can not allocate with alloc_id == {alloc_id} because a previous allocation with the same "
-        "alloc_id is still active; drop that tensor first, or use another id."
-    )
-
-
-def other_size(alloc_id: int, nbytes: int, known: int) -> errors.BadArgumentError:
-    return errors.BadArgumentError(
-        f"empty_strided_p2p: requested allocation size ({nbytes}) is different from the size of a previous allocation "
-        f"with the same alloc_id {alloc_id} ({known}); use another id."
-    )
+def persistent(
+    kept: dict[Any, tuple[M, int]], key: Any, is_lent: bool, alloc_id: int, nbytes: int, allocate: Callable[[], M]
+) -> M:
+    """The memory that ``kept`` has under ``key``, allocated the first time. ``is_lent``: to a tensor that is alive.
+    Errors have torch's own words, which scripts may look for."""
+    if is_lent:
+        raise errors.BadArgumentError(
+            f"empty_strided_p2p: can not allocate with alloc_id == {alloc_id} because a previous allocation with the "
+            "same alloc_id is still active; drop that tensor first, or use another id."
+        )
+    memory, known = kept[key] = kept.get(key) or (allocate(), nbytes)
+    if known != nbytes:
+        raise errors.BadArgumentError(
+            f"empty_strided_p2p: requested allocation size ({nbytes}) is different from the size of a previous "
+            f"allocation with the same alloc_id {alloc_id} ({known}); use another id."
+        )
+    return memory

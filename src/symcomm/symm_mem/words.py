@@ -12,10 +12,20 @@ if TYPE_CHECKING:
     import torch
 
 
+def _write(call: str, tensor: Any, offset: int, val: int, count: int | None = None) -> torch.Tensor:
+    """``count``: None for one word, see Place.write_words. Errors have torch's own words, which scripts may look
+    for."""
+    _check(call, tensor, offset, val, 1 if count is None else count)
+    place = place_of(tensor.device)
+    assert place is not None, "checked"
+    place.write_words(tensor, offset, val, count)
+    native.change_tensors(tensor)
+    return tensor
+
+
 def _check(call: str, tensor: Any, offset: int, val: int, count: int) -> None:
     import torch
 
-    # In the words of torch's own, which scripts may look for.
     good = isinstance(tensor, torch.Tensor) and (tensor.is_cpu or tensor.is_cuda) and tensor.dtype is torch.uint32
     if not (good and tensor.dim() == 1 and tensor.is_contiguous()):
         got = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else tensor
@@ -36,26 +46,15 @@ def _check(call: str, tensor: Any, offset: int, val: int, count: int) -> None:
         )
 
 
-def _write(tensor: torch.Tensor, offset: int, val: int, count: int | None) -> None:
-    place = place_of(tensor.device)
-    assert place is not None, "checked"
-    place.write_words(tensor, offset, val, count)
-    native.change_tensors(tensor)
-
-
 def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
     """Set ``count`` words from word ``offset`` on to ``val``.
 
     Raises: BadArgumentError."""
-    _check("memset32", input, offset, val, count)
-    _write(input, offset, val, count)
-    return input
+    return _write("memset32", input, offset, val, count)
 
 
 def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
     """Set one word. A rank that sees it sees everything this thread wrote before.
 
     Raises: BadArgumentError."""
-    _check("stream_write_value32", input, offset, val, 1)
-    _write(input, offset, val, None)
-    return input
+    return _write("stream_write_value32", input, offset, val)

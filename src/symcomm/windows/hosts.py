@@ -69,13 +69,10 @@ class Inbox:
     """The windows of a group that can receive messages. Dropped windows get none."""
 
     def __init__(self) -> None:
-        self._open: weakref.WeakValueDictionary[int, Arrivals] = weakref.WeakValueDictionary()
-
-    def open(self, number: int, arrivals: Arrivals) -> None:
-        self._open[number] = arrivals
+        self.open: weakref.WeakValueDictionary[int, Arrivals] = weakref.WeakValueDictionary()  # by number
 
     def __call__(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
-        arrivals = self._open.get(need(header, "window", is_number))
+        arrivals = self.open.get(need(header, "window", is_number))
         if arrivals is not None:
             arrivals.note(rank, header, payload)
 
@@ -94,14 +91,11 @@ class HostsMemory(HostMemory):
     """One window's memory on all ranks of a HierarchicalGroup."""
 
     def __init__(self, group: Any, tensor: torch.Tensor, number: int):
-        super().__init__(group, tensor)
+        super().__init__(group, group.local, tensor)
         self._number = number
         self._sent: Counter[int] = Counter()  # messages, by target
         self._arrivals = Arrivals(tensor, group.cond)
-        _inbox_of(group).open(number, self._arrivals)  # before any rank can know of it
-
-    def _local_group(self) -> Any:
-        return self.group.local
+        _inbox_of(group).open[number] = self._arrivals  # before any rank can know of it
 
     def connect(self, infos: Sequence[dict[str, Any]], tensor: TensorRef) -> None:
         self.infos, self.tensor = infos, tensor
@@ -128,8 +122,7 @@ class HostsMemory(HostMemory):
             return self._segment.write(self._here(rank), start, source.address, source.nbytes)
         deadline = time.monotonic() + seconds
         for done in range(0, source.nbytes, FRAME):
-            status = self._await_room(rank, deadline)
-            if status:
+            if status := self._await_room(rank, deadline):
                 return status
             piece = native.peek(source.address + done, min(FRAME, source.nbytes - done))
             if status := self._tell(rank, {"start": start + done}, piece):
@@ -179,9 +172,7 @@ class HostsMemory(HostMemory):
     def signal(self, rank: int, seconds: float) -> int:
         if self.is_mapped(rank):
             return self._segment.signal(self._here(rank))
-        if status := self._stopped(rank):
-            return status
-        return self._tell(rank, {})
+        return self._stopped(rank) or self._tell(rank, {})
 
     def take(self, peer: int, timeout_ns: int) -> int:
         if self.is_mapped(peer):
@@ -209,4 +200,4 @@ class HostsMemory(HostMemory):
             self.group.failures.gone([peer])
         else:
             self.group.failures.await_verdict()
-        return self.group.fail_operation(text, 0.0)
+        return self.group.state.fail_operation(text, 0.0)

@@ -12,8 +12,7 @@ from symcomm._core import native
 from symcomm.group.buffers import Buffer, read_buffer, torch_dtypes
 from symcomm.group.failure import explain_peer
 from symcomm.group.segments import Segment, Shortcut, TensorRef, owner_of
-from symcomm.memory.arena import bytes_type
-from symcomm.symm_mem.on_cpu import storage_over
+from symcomm.symm_mem.on_cpu import mapped_storage
 from symcomm.symm_mem.symmetrize import symmetrize
 from symcomm.types import DType
 from symcomm.windows.works import SignalWork
@@ -29,17 +28,19 @@ def no_shortcut(*_: Any) -> int | None:
 
 def _place(group: Any, tensor: torch.Tensor) -> None:
     """Move a tensor's storage into this rank's symmetric memory, unless it is there."""
+
+    def refuse(what: str, fix: str) -> errors.BadArgumentError:
+        return errors.bad_argument("tensor_register", "tensor", f"memory of {what}", "this rank's own", fix)
+
     address = tensor.untyped_storage().data_ptr()
     owner = owner_of(group, address) if address else None
     if owner is not None and owner != group.rank:
-        fix = "register a tensor of this rank's own"
-        raise errors.bad_argument("tensor_register", "tensor", f"memory of rank {owner}", "this rank's own", fix)
+        raise refuse(f"rank {owner}", "register a tensor of this rank's own")
     if owner is None:
         symmetrize(tensor, grads=False)
         address = tensor.untyped_storage().data_ptr()
         if address and owner_of(group, address) != group.rank:
-            fix = "register it in the thread that made the group"
-            raise errors.bad_argument("tensor_register", "tensor", "memory of another rank", "this rank's own", fix)
+            raise refuse("another rank", "register it in the thread that made the group")
 
 
 class AnyMemory:
@@ -84,18 +85,14 @@ class HostMemory(AnyMemory):
 
     device = "cpu"
 
-    def __init__(self, group: Any, tensor: torch.Tensor):
+    def __init__(self, group: Any, local: Any, tensor: torch.Tensor):
+        """``local``: the ProcessGroup of this host's ranks."""
         self.group = group
-        local = self._local_group()
         _place(local, tensor)
         self._segment = Segment(local, tensor.data_ptr(), tensor.numel(), torch_dtypes()[tensor.dtype])
         self.words = self._segment.words
         self._last: dict[int, SignalWork] = {}  # by rank: the last asynchronous wait for its signals
         self.info = {"device": "cpu", "shape": list(tensor.shape), **self._segment.info}
-
-    def _local_group(self) -> Any:
-        """The ProcessGroup of this host."""
-        return self.group
 
     def connect(self, infos: Sequence[dict[str, Any]], tensor: TensorRef) -> None:
         self.infos, self.tensor = infos, tensor
@@ -124,9 +121,7 @@ class HostMemory(AnyMemory):
         return self._segment.write(rank, offset * source.dtype.itemsize, source.address, source.nbytes)
 
     def _storage_of(self, rank: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
-        part: Any = bytes_type(nbytes).from_address(self._address_of(rank))
-        part.keeps = (self._segment, keeps)
-        return storage_over(part)
+        return mapped_storage(self._address_of(rank), nbytes, (self._segment, keeps))
 
     def _address_of(self, rank: int) -> int:
         return self._segment.address_of(rank)
@@ -143,8 +138,7 @@ class HostMemory(AnyMemory):
             del self._last[rank]
             before = None
         if before is None and not async_op:
-            status = self.take(rank, math.ceil(seconds * 1e9))
-            if status:
+            if status := self.take(rank, math.ceil(seconds * 1e9)):
                 raise self.explain(what, status, rank, seconds)
             return None
         work = self._last[rank] = SignalWork(self, what, rank, seconds, before)

@@ -16,6 +16,7 @@ from symcomm.group.buffers import torch_dtypes
 from symcomm.group.segments import Shortcut
 from symcomm.group.work import Timeout, to_ns
 from symcomm.memory.hosts import alike
+from symcomm.symm_mem.handle import check_rank
 from symcomm.types import DType
 from symcomm.windows.memory import HostMemory, no_shortcut
 from symcomm.windows.options import WindowAccessType, WindowAttr
@@ -105,8 +106,7 @@ class Window:
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
         """A tensor over ``rank``'s memory, which you may read and write."""
-        memory = self._registered("map_remote_tensor")
-        self._check_rank("map_remote_tensor", "rank", rank)
+        memory = self._registered("map_remote_tensor", "rank", rank)
         if not memory.is_mapped(rank):
             raise errors.CallerError(
                 f"map_remote_tensor: rank {rank} is on another host, whose memory cannot be mapped; use put."
@@ -121,8 +121,7 @@ class Window:
 
     def get_attr(self, peer_rank: int) -> WindowAttr:
         """How this rank reaches ``peer_rank``'s memory: mapped (UNIFIED) or not (SEPARATE)."""
-        memory = self._registered("get_attr")
-        self._check_rank("get_attr", "peer_rank", peer_rank)
+        memory = self._registered("get_attr", "peer_rank", peer_rank)
         return WindowAttr(WindowAccessType.UNIFIED if memory.is_mapped(peer_rank) else WindowAccessType.SEPARATE)
 
     # --- one-sided calls --------------------------------------------------------------------------------------
@@ -144,11 +143,9 @@ class Window:
         work has ended; on the CPU, that is when this returns."""
         if opts is None and timeout is None and self._short_put(tensor, dst_rank, target_offset_nelems) == 0:
             return self._done
-        memory = self._registered("put")
-        self._check_rank("put", "dst_rank", dst_rank)
+        memory = self._registered("put", "dst_rank", dst_rank)
         seconds = self._seconds("put", opts, timeout)
-        status = self._put(memory, tensor, dst_rank, target_offset_nelems, seconds)
-        if status:
+        if status := self._put(memory, tensor, dst_rank, target_offset_nelems, seconds):
             raise memory.explain(f"put(dst_rank={dst_rank})", status, dst_rank, seconds)
         return self._done
 
@@ -175,11 +172,9 @@ class Window:
         """Send ``peer_rank`` a signal. This never waits: the peer counts signals until it takes them."""
         if opts is None and timeout is None and self._short_signal(peer_rank) == 0:
             return self._done
-        memory = self._registered("signal")
-        self._check_rank("signal", "peer_rank", peer_rank)
+        memory = self._registered("signal", "peer_rank", peer_rank)
         seconds = self._seconds("signal", opts, timeout)
-        status = memory.signal(peer_rank, seconds)
-        if status:
+        if status := memory.signal(peer_rank, seconds):
             raise memory.explain(f"signal(peer_rank={peer_rank})", status, peer_rank, seconds)
         return self._done
 
@@ -187,8 +182,7 @@ class Window:
         """Wait for one signal of ``peer_rank`` and take it. That rank's earlier puts have then arrived."""
         if not async_op and opts is None and timeout is None and self._short_wait(peer_rank) == 0:
             return self._done
-        memory = self._registered("wait_signal")
-        self._check_rank("wait_signal", "peer_rank", peer_rank)
+        memory = self._registered("wait_signal", "peer_rank", peer_rank)
         seconds = self._seconds("wait_signal", opts, timeout)
         if async_op:
             self._short_wait = no_shortcut  # from now on waits may have to end in order
@@ -206,15 +200,12 @@ class Window:
             raise errors.CallerError(f"{call}: the window has no tensor; call tensor_register on every rank first.")
         return self._memory
 
-    def _registered(self, call: str) -> Any:
-        """The window's memory, if it can be used."""
+    def _registered(self, call: str, argument: str, rank: Any) -> Any:
+        """The window's memory, if it can be used, and if ``rank`` is one of the group's."""
         memory = self._memory_of(call)
         memory.check_usable(call)
+        check_rank(call, argument, rank, self.group.size)
         return memory
-
-    def _check_rank(self, call: str, name: str, rank: Any) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.group.size:
-            raise errors.bad_argument(call, name, rank, f"in [0, {self.group.size - 1}], a rank of this group")
 
     def _seconds(self, call: str, opts: Any, timeout: Timeout) -> float:
         """The deadline in ``timeout``, or in PutOptions and the like (ours or torch's), or the group's."""
@@ -249,7 +240,7 @@ def _memory_for(group: Any, tensor: Any, number: int) -> Any:
         from symcomm.windows.hosts import HostsMemory
 
         return HostsMemory(group, tensor, number)
-    return HostMemory(group, tensor)
+    return HostMemory(group, group, tensor)
 
 
 def _check_cards(group: Any, infos: Sequence[dict[str, Any]]) -> None:

@@ -14,22 +14,17 @@ from symcomm.group.p2p import wait_in_thread
 from symcomm.group.work import Outcome, to_ns
 
 
-class _Done:
+class _Done(Outcome):
     """An operation that ended before its call returned."""
 
     seconds = 0.0
+    _error = None
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         return True
 
     def is_completed(self) -> bool:
         return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
 
     def result(self) -> list[Any]:
         return []

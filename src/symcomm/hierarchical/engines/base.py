@@ -61,9 +61,11 @@ class EngineContext:
     check: Callable[[], None] | None = None
 
 
-def in_background(act: Callable[[], T], timeout: float, context: EngineContext) -> T:
-    """What ``act()`` returns or raises, in a thread that is left behind where the time is over (queue.Empty), or
-    ``context.check`` raises."""
+def in_background(
+    act: Callable[[], T], timeout: float, context: EngineContext, how: str, absent: Callable[[], Sequence[int]] = list
+) -> T:
+    """What ``act()``, which connects the ranks by ``how``, returns or raises. Its thread is left behind where the time
+    is over, or ``context.check`` raises. ``absent()``: the ranks that did not come."""
     answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -73,7 +75,10 @@ def in_background(act: Callable[[], T], timeout: float, context: EngineContext) 
             answers.put((None, error))
 
     threading.Thread(target=run, name="symcomm-connect", daemon=True).start()
-    found, error = Deadline(timeout, context.check).get(answers)
+    try:
+        found, error = Deadline(timeout, context.check).get(answers)
+    except queue.Empty:
+        raise errors.deadline(f"connecting rank {context.rank} by {how}", timeout, missing=absent()) from None
     if error is not None:
         raise error
     return found
@@ -159,14 +164,6 @@ class Engine(ABC):
         """Receives that a later ``start`` will be given. An engine that can begin them now, while others start and end,
         has its bytes half a round trip sooner."""
         return Expected(moves)
-
-    # --- in terms of the above --------------------------------------------------------------------------------
-
-    def send(self, address: int, nbytes: int, peer: int, tag: int = 0, timeout: float = 1800.0) -> None:
-        self.start([Move(True, address, nbytes, peer, tag)]).wait(timeout)
-
-    def recv(self, address: int, nbytes: int, peer: int, tag: int = 0, timeout: float = 1800.0) -> None:
-        self.start([Move(False, address, nbytes, peer, tag)]).wait(timeout)
 
 
 # --- the choice ---------------------------------------------------------------------------------------------------

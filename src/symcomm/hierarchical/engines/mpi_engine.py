@@ -52,10 +52,7 @@ class MpiEngine(Engine):
     def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
         world = self._mpi.COMM_WORLD
         members = world.Get_group().Incl([endpoint["world_rank"] for endpoint in endpoints])
-        try:
-            self._comm = in_background(lambda: world.Create_group(members), timeout, self.context)
-        except queue.Empty:
-            raise errors.deadline(f"connecting rank {self.context.rank} by MPI", timeout) from None
+        self._comm = in_background(lambda: world.Create_group(members), timeout, self.context, "MPI")
         self._thread = threading.Thread(target=self._work, name="symcomm-mpi", daemon=True)
         self._thread.start()
 

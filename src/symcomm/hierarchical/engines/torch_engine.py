@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from symcomm import errors
@@ -77,6 +78,16 @@ def _as_torch_store(store: TCPStore, given_up: threading.Event) -> Any:
     return TorchStore()
 
 
+def _why_without(library: str) -> str:
+    """Why torch cannot bring ``library`` along here; empty when it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "it comes with torch, which is not installed"
+    import torch.distributed as dist
+
+    has = dist.is_available() and getattr(dist, f"is_{library.lower()}_available")()
+    return "" if has else f"this build of torch has no {library}"
+
+
 _connected: set[_TorchEngine] = set()
 
 
@@ -110,13 +121,11 @@ class _TorchEngine(Engine):
         """In a thread: both the store and the engine would wait for a peer that died meanwhile."""
         self._first, size = endpoints[0], self.context.size
         needed = DESCRIPTORS + size * (1 if self._served is None else 2)  # the store's server has one for each, too
-        check_descriptors(f"connecting by {self.name.capitalize()}", self.context.rank, needed)
-        given_up = threading.Event()
+        how, limit, given_up = self.name.capitalize(), timedelta(seconds=timeout), threading.Event()
+        check_descriptors(f"connecting by {how}", self.context.rank, needed)
         try:
-            self._group = in_background(lambda: self._join(timedelta(seconds=timeout), given_up), timeout, self.context)
-        except queue.Empty:
-            what = f"connecting rank {self.context.rank} by {self.name.capitalize()}"
-            raise errors.deadline(what, timeout, missing=self._absent()) from None
+            join = partial(self._join, limit, given_up)
+            self._group = in_background(join, timeout, self.context, how, self._absent)
         finally:
             if self._group is None:
                 given_up.set()  # what waits in the store for the others ends, with its connections
@@ -231,11 +240,7 @@ class GlooEngine(_TorchEngine):
 
     @staticmethod
     def why_not() -> str:
-        if importlib.util.find_spec("torch") is None:
-            return "it comes with torch, which is not installed"
-        import torch.distributed as dist
-
-        return "" if dist.is_available() and dist.is_gloo_available() else "this build of torch has no Gloo"
+        return _why_without("Gloo")
 
     def _make_group(self) -> Any:
         from torch._C._distributed_c10d import ProcessGroupGloo
@@ -273,13 +278,10 @@ class NcclEngine(_TorchEngine):
 
     @staticmethod
     def why_not() -> str:
-        if importlib.util.find_spec("torch") is None:
-            return "it comes with torch, which is not installed"
+        if reason := _why_without("NCCL"):
+            return reason
         import torch
-        import torch.distributed as dist
 
-        if not (dist.is_available() and dist.is_nccl_available()):
-            return "this build of torch has no NCCL"
         return "" if torch.cuda.is_available() else "this machine has no GPU"
 
     def __init__(self, context: EngineContext):
