@@ -5,7 +5,7 @@ by-node    (nodes.py) a rank combines what its own node's ranks have for the ran
            ranks of its place in nodes before have; at last each rank fetches its piece from the last node
 direct     rank k combines the k-th piece of all symmetric inputs into its own output; by node, as above
 
-The output may be the rank's own piece of its input: nobody else reads that piece, and it is read as it is written.
+The output may be the rank's own piece of its input: no other rank reads that piece, and it is read as it is written.
 """
 
 from __future__ import annotations

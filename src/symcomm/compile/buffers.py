@@ -92,8 +92,8 @@ def whole_view(box: Any) -> Any:
     """The same tensor as a view of its buffer, if that is a comm buffer.
 
     torch copies comm buffers that leave a graph, because its own must not be seen outside, but it lets views through.
-    Ours may leave: runtime.comm_buffer reuses memory only when nobody has it any more. A result that leaves before its
-    wait has to: a copy would copy what is not there yet.
+    Ours may leave: runtime.comm_buffer reuses memory only when no tensor has it any more. A result that leaves before
+    its wait has to: a copy would copy what is not there yet.
     """
     if not isinstance(box.data, ir.StorageBox) or not isinstance(box.data.data.get_output_spec(), ir.CommBufferLayout):
         return box

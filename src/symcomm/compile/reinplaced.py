@@ -12,7 +12,7 @@ The pass checks whether anybody reads the input afterwards. On any backend, it m
 
   (The same if the result itself is written there and also returned: that would be one tensor instead of two.)
 
-* The input is the result of another collective's wait, and somebody else has that result::
+* The input is the result of another collective's wait, and others use that result too::
 
     z = all_reduce(x); u = wait(z); v = all_reduce(u); return z, wait(v)
 

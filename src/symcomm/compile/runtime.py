@@ -120,9 +120,8 @@ def _options(kind: Any, op: str | None = None, root: int | None = None) -> Any:
 
 
 def all_reduce_(tensor: Tensor, op: str, group_name: str) -> None:
-    """Straight to the core, unless somebody watches the group's calls. A model that writes tokens waits for many of
-    these calls, and between them its weights push everything else out of the caches, so each object on the way
-    costs."""
+    """Straight to the core, unless an observer watches the group's calls. A model that writes tokens waits for many of
+    these calls. Between them its weights push everything else out of the caches, so each object on the way costs."""
     group = _resolve(group_name)
     if group.calls.handle is None or is_profiling():
         group.allreduce([tensor], _options(AllreduceOptions, op))

@@ -17,8 +17,8 @@ DIAL = 1.0  # seconds for an attempt
 
 
 class DeathWatch:
-    """Of one group. What waits in ``exchange`` raises, too, from now on; and while this is a context, whatever breaks
-    since a rank died raises who it was."""
+    """Of one group. From now on, waits in ``exchange`` raise as well; and while this is a context, what breaks because
+    a rank died raises which rank it was."""
 
     def __init__(self, group: Any, exchange: Exchange):
         self._group: Callable[[], Any] = weakref.ref(group)  # an exchange must not keep the group alive
@@ -57,7 +57,7 @@ class DeathWatch:
             )
 
     def _silent(self) -> set[int]:
-        """Ranks that left a while ago. Others see sooner why, if that can be told."""
+        """Ranks that left a while ago. Until then they may still say why."""
         now, left = time.monotonic(), self._group().presence.left
         for rank in left:
             self._left_at.setdefault(rank, now)

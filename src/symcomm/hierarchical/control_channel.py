@@ -1,8 +1,8 @@
 """Small control messages between ranks of different hosts, and peer liveness.
 
 Every rank has one control channel: a listening socket, a thread, and a connection to each rank it has talked to. It
-carries the control messages of groups (message envelopes, failures) and no data, except puts into windows, which nobody
-at the target waits for. When a process dies, the kernel closes its connections, and its peers notice at once; a host
+carries the control messages of groups (message envelopes, failures) and no data, except puts into windows, for which no
+rank waits. When a process dies, the kernel closes its connections, and its peers notice at once; a host
 that vanishes is noticed by TCP keep-alive probes, which a stopped or busy process still answers.
 
 A peer that connects must prove that it is a rank of the job (session.py); until then it is a stranger (listener.py).

@@ -32,7 +32,7 @@ def all_reduce(op: Operation, source: int, target: int, count: int, dtype: DType
 
 
 def reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int) -> None:
-    """The leader of the root's host does."""
+    """The leader of the root's host combines the results of all hosts, and passes the whole to the root."""
     layout, nbytes = op.layout, count * dtype.itemsize
     home = layout.host_of[root]
     result = target if layout.rank == root else op.borrow(nbytes)

@@ -25,7 +25,7 @@ from symcomm.hierarchical.operation import Operation, Parts, Signature
 from symcomm.hierarchical.topology import Layout
 from symcomm.hierarchical.work import HierarchicalWork, Runner
 
-LAST_STEP = 10.0  # seconds for an operation to end that was given up; it waits for nobody any more
+LAST_STEP = 10.0  # seconds for an operation that was given up to end; it waits for no other rank any more
 
 Body = Callable[[Operation], None]
 
@@ -40,7 +40,7 @@ class HierarchicalExecutor(HostExecutor):
         self._parts = parts
         self.submitted = 0  # operations that callers have started
         self.runner = Runner()
-        self._turn = threading.RLock()  # held by whoever performs an operation
+        self._turn = threading.RLock()  # held by the thread that performs an operation
         self._operating_thread = 0
         self._abandoned: list[Any] = []  # operations and tensors whose memory the engine may still write to
 

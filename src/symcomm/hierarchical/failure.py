@@ -55,8 +55,8 @@ class Failures:
     # --- surveys ----------------------------------------------------------------------------------------------
 
     def survey(self, ranks: Collection[int] | None = None, where: bool = False) -> dict[int, dict[str, Any]]:
-        """What each rank (or of ``ranks``) is doing that answers, and ``where`` in its program it is; notices which
-        cannot be reached."""
+        """What the ranks that answer are doing, of all or of ``ranks``; with ``where``, also where in its program each
+        is. Notices which cannot be reached."""
         group, number = self._group(), next(self._surveys)
         answers = self._answers[number] = {}
         ask = {"kind": "ask", "survey": number, "where": where}
@@ -223,7 +223,7 @@ class Failures:
         return True
 
     def await_verdict(self) -> None:
-        """This host was aborted: the verdict is on its way, unless somebody just aborted the local group."""
+        """This host was aborted: the verdict is on its way, unless a caller just aborted the local group."""
         deadline = time.monotonic() + VERDICT_WAIT
         while self.verdict is None and time.monotonic() < deadline:
             time.sleep(0.001)

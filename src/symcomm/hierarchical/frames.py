@@ -55,7 +55,7 @@ def _is_ended(value: Any) -> bool:
 
 
 def _is_bytes(value: Any) -> bool:
-    """Somebody's bytes as text."""
+    """Bytes of a layer above, as text."""
     return type(value) is str and all(c <= "\xff" for c in value)
 
 

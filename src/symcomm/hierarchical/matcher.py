@@ -1,9 +1,9 @@
 """Matches a rank's messages to and from other hosts.
 
 The sender's control channel sends an envelope; a small payload travels with it (eager), a large one through the engine,
-once the receiver has a buffer and has sent clear-to-send (rendezvous). So the engine never carries anything that nobody
-waits for, and a receive can be cancelled. A send may be cancelled while its clear-to-send is in flight: then zeros
-travel, and the sender says that they are not the message.
+once the receiver has a buffer and has sent clear-to-send (rendezvous). So the engine carries only what a receiver waits
+for, and a receive can be cancelled. A send may be cancelled while its clear-to-send is in flight: then zeros travel,
+and the sender says that they are not the message.
 
 Envelopes of one sender arrive in the order of its sends, and take the first posted receive that fits, from any source
 or not: messages of one sender and tag never overtake each other. All of that happens in the control channel's thread,

@@ -1,9 +1,9 @@
 """Messages of a group across hosts, as their callers hold them: to or from another host, on this one, from anywhere.
 
 A receive from any rank stands in two queues: the mailbox of this host, which the core matches, and the matcher's, for
-other hosts. Whoever finds a message for it first must get it out of the other queue: the matcher holds its place in the
-mailbox (``claim``) before it accepts an envelope, in whatever thread that has come. So such a receive is served while
-its owner does something else.
+other hosts. The one that finds a message for it first must get it out of the other queue: the matcher holds its place
+in the mailbox (``claim``) before it accepts an envelope, in the thread that the envelope came in. So such a receive is
+served while its owner does something else.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RemoteWork(AnyMessageWork):
                 if now >= deadline and (not self.moving or now >= deadline + max(seconds, ARRIVING)):
                     break
                 group.cond.wait(0.05 if gone_since else self._pause(now, deadline))
-        return self.look()  # whoever is gone may have done its part before
+        return self.look()  # a rank that is gone may have done its part before
 
     def _is_in_vain(self, now: float) -> bool:
         return bool(self._lost())
@@ -217,8 +217,8 @@ class LocalWork(AnyMessageWork):
 
 
 class AnySourceWork(RemoteWork):
-    """A receive from any source. ``here``: the same receive in the mailbox of this host, which nobody waits for: its
-    end is found by looking, while somebody waits for this one."""
+    """A receive from any source. ``here``: the same receive in the mailbox of this host. No thread waits for that one;
+    the threads that wait for this one look whether it has ended."""
 
     def __init__(self, matcher: Matcher, message: Message, buffer: Buffer, here: MessageWork):
         super().__init__(matcher, message, buffer)

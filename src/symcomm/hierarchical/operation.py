@@ -95,7 +95,7 @@ class Operation:
         """Return once all ranks of all hosts have arrived with the same call; meanwhile, run a collective on this host.
 
         ``sends`` start then: a rank may refuse the call, and a transfer that one end has begun cannot be taken back.
-        Receives that nobody sends anything to may be forgotten."""
+        Receives for which no rank sends anything may be forgotten."""
         self.arrive(build, ins, outs, *args)
         if self.layout.is_leader:
             self.exchange_arrivals({})

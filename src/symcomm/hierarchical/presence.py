@@ -1,4 +1,4 @@
-"""Which ranks of a group are still there, as this one learns it. A change wakes whoever waits for a rank."""
+"""Which ranks of a group are still there, as this one learns it. A change wakes all threads that wait for a rank."""
 
 from __future__ import annotations
 

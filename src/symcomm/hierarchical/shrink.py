@@ -1,5 +1,5 @@
 """Shrinking a group across hosts: members of an attempt build its group, vote when they have, and use it once that
-attempt is decided (membership/succession.py). Whoever cannot build it says whom it waited for in vain."""
+attempt is decided (membership/succession.py). A member that cannot build it says for which ranks it waited in vain."""
 
 from __future__ import annotations
 

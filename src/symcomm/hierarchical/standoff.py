@@ -1,7 +1,7 @@
 """Waits for messages in a group across hosts: what the ranks do that a message waits for.
 
-A rank that waits for long asks those whom it waits for what they are doing. That finds out who is gone without having
-ever talked to this rank, and who waits in a collective that this rank has not called: a stand-off, see
+A rank that waits for long asks the ranks it waits for what they are doing. The answers show which ranks are gone that
+never talked to this one, and which wait in a collective that this rank has not called: a stand-off, see
 group/standoff.py.
 """
 
@@ -40,7 +40,7 @@ class Waits:
 
     @contextlib.contextmanager
     def of(self, work: Any) -> Iterator[Wait]:
-        """Somebody waits for ``work``."""
+        """A thread waits for ``work``."""
         wait = Wait(self, work)
         self._works[wait] = work
         try:
@@ -62,7 +62,7 @@ class Waits:
         return None
 
     def describe(self, ranks: Collection[int]) -> str:
-        """Why none of ``ranks`` did its part of a message, as far as they say; asks them."""
+        """Asks ``ranks`` why none of them did its part of a message."""
         return self.explain(ranks, self._group().failures.survey(ranks))
 
     def explain(self, ranks: Collection[int], answers: dict[int, dict[str, Any]], me: str = "this rank") -> str:
@@ -86,8 +86,8 @@ class Waits:
         return seq, in_collective(sorted(ranks), theirs[0]["call"], seq, me)
 
     def on_standoff(self, is_send: bool, rank: int, tag: int) -> None:
-        """The core has seen one between ranks of this host for a second; that this rank has called nothing is for us
-        to find, since an operation that waits for the network is in no call of the core."""
+        """The core has seen one between ranks of this host for a second. It cannot know whether this rank is in a
+        collective: an operation that waits for the network is in no call of the core."""
         words = self.ask([rank])[1]
         if words:
             warn(self._group().state, format_message(is_send, rank, tag), words)
@@ -109,7 +109,7 @@ class Wait:
         self._told = False
 
     def look(self) -> None:
-        """Called again and again while it lasts. Ranks are asked in another thread: an answer may take long."""
+        """Called again and again while it lasts. Another thread asks the ranks: an answer may take long."""
         now = time.monotonic()
         if now < self._ask_at or (self._asking is not None and self._asking.is_alive()):
             return

@@ -41,7 +41,7 @@ class HierarchicalWork(Work):
         self._ended.set()
 
     def _copy_out(self, status: int) -> None:
-        """Outputs are finished by whoever performs the operation, so there is only the error to take over."""
+        """The thread that performs the operation finishes its outputs, so there is only the error to take over."""
         with self._lock:
             if not self.settled:
                 self._error, self.outputs = self._failed_with, []

@@ -73,7 +73,7 @@ class Round:
         return str(error)
 
     def _clean_up(self) -> None:
-        """Delete the earlier keys, some of which are secret. All have built their parts, so nobody reads them."""
+        """Delete the earlier keys, some of which are secret. All have built their parts, so no rank reads them."""
         for turn in range(1, self._turn):
             with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
                 self._store.delete_key(f"{turn}/{self.index}")

@@ -40,7 +40,7 @@ from symcomm.store.tcp import TCPStore
 REPLICAS = 3  # stores that hold the verdict: two of them may die while it is made
 WATCH_SECONDS = 1.0  # to connect to a member that is to be watched
 REPLICA_SECONDS = 5.0  # for a replica to answer; a process that is gone is noticed at once
-GONE_ERRORS = (errors.StoreConnectionError, errors.StoreAuthError)  # the second: somebody else has that port now
+GONE_ERRORS = (errors.StoreConnectionError, errors.StoreAuthError)  # the second: another program has that port now
 UNREACHABLE_ERRORS = (errors.StoreUnreachableError, errors.StoreDeadlineError)  # stopped, or far away
 
 

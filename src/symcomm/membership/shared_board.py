@@ -1,6 +1,6 @@
 """The board of ranks that share memory (see succession.py).
 
-The store may have died with rank 0, so nobody asks it. There is one *word* for all, in the memory of rank 0, which
+The store may have died with rank 0, so no rank asks it. There is one *word* for all, in the memory of rank 0, which
 outlives that rank: the number of the attempt, who proposed it, and whether it is open. Each rank's record is in its own
 memory and holds its proposals: a rank publishes one before it swaps the word that names it."""
 

@@ -6,19 +6,19 @@ members. They agree on a *board*, which outlives each of them:
     standing   the attempt that they are at: its number, the ranks to be left out, the first attempt of the same
                agreement, and whether it is open or decided. Only compare-and-swap changes it.
     records    one for each rank, which that rank alone writes: the attempt that it has voted for, what it had to say to
-               the others with that vote, and the last attempt for which it needs nobody any more
+               the others with that vote, and the last attempt for which it needs no other rank any more
 
-The standing goes from (n, open) to (n, decided), or to (n + 1, open); from (n, decided) to (n + 1, open) when somebody
+The standing goes from (n, open) to (n, decided), or to (n + 1, open); from (n, decided) to (n + 1, open) when a rank
 calls shrink() again.
 
 1. A rank that finds no open attempt proposes one. If another was faster, it takes part in that. A rank that finds
    itself left out raises.
 2. A rank that knows of more ranks that are gone, or to be left out, proposes the next attempt without them.
 3. Else it votes for the attempt. When all that are to go on have voted, any of them decides it.
-4. If one of them dies first, or does not vote before somebody's deadline, the next attempt is proposed without it.
+4. If one of them dies first, or does not vote before another's deadline, the next attempt is proposed without it.
 
-Within one agreement, an attempt follows another only if that was not decided and nobody can decide it any more. So at
-most one is decided, for everybody. A rank that wakes up late finds the standing changed, itself left out, or the
+Within one agreement, an attempt follows another only if that was not decided and cannot be decided any more. So at
+most one is decided, for all ranks. A rank that wakes up late finds the standing changed, itself left out, or the
 decision.
 
 On one host the board is shared memory (shared_board.py). A vote says where the rank's part of the new group lies, and

@@ -11,7 +11,7 @@ A frame that is whole but does not match its checksums is damage, and is reporte
 RECORDS is PyTorch's: length of key, key, length of value, value. A byte before the key says what it is: ``/`` sets it,
 ``-/`` deletes it; ``refcount/`` and ``cleanup/`` count the stores that are open and those that were closed. PyTorch's
 file store has no queues. Ours puts them under ``+/`` (push) and ``~/`` (pop), which to PyTorch's look like other keys.
-There are no checksums, so what lies in the file is only read while nobody can write.
+There are no checksums, so readers read only while no process can write.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Format(Protocol):
         """The changes in ``data``, which begins at byte ``place`` of the file.
 
         Returns them with the number of bytes they took, and what follows: ``"end"``, ``"torn"`` (a piece of a change)
-        or ``"damaged"`` (what nobody wrote so).
+        or ``"damaged"`` (what no store has written).
         """
 
 

@@ -17,7 +17,7 @@ and the others start over.
 
 A rank that cannot take part (it has no memory, no descriptors) says why. The others raise that within a second; so do
 those that come later, once each, unless their process is newer than the failure: it belongs to the next attempt. A rank
-that only missed the others in time may come again, so nobody who waits for it is told.
+that only missed the others in time may come again, so the ranks that wait for it are not told.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _is_torch_group(group: Any) -> bool:
 
 
 def _torch_distributed() -> Any:
-    """torch.distributed, if somebody has loaded it and this build has it."""
+    """torch.distributed, if the program has loaded it and this build has it."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() else None
 

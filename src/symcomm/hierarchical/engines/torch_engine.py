@@ -37,7 +37,7 @@ LOOK = timedelta(milliseconds=200)  # between two looks whether a group that con
 
 
 def _bytes_at(address: int, nbytes: int) -> Any:
-    """Memory as a torch tensor. Whoever starts a transfer keeps the memory alive."""
+    """Memory as a torch tensor. The caller who starts a transfer keeps the memory alive."""
     import torch
 
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
@@ -139,13 +139,13 @@ class _TorchEngine(Engine):
         return self._make_group()
 
     def _open_store(self, timeout: timedelta) -> TCPStore:
-        """The store that the first rank serves."""
+        """A client of the store that the first rank serves."""
         first = self._first
         return TCPStore(first["address"], first["port"], timeout=timeout, token=first["token"] or None, patient=False)
 
     def _absent(self) -> list[int]:
-        """Ranks that have not begun to connect. The first one serves the store that knows, and may be the one.
-        The engine still waits in the connection that we have."""
+        """Ranks that have not begun to connect, as the store knows that the first rank serves: that one, if the store
+        does not answer. This takes a connection of its own: the engine still waits in the other."""
         try:
             with contextlib.closing(self._open_store(timedelta(seconds=1))) as store:
                 return [r for r in range(self.context.size) if not store.check([f"connecting/{r}"])]
