@@ -153,6 +153,8 @@ class StoreAuthError(PeerError, ConnectionError):
 class DeadlineError(SymcommError, TimeoutError):
     """A deadline passed. ``missing`` lists the ranks that did not come, where that is known."""
 
+    is_own = True  # False: another rank's deadline ended what they did together
+
     def __init__(self, message: str, missing: Sequence[int] = ()):
         super().__init__(message)
         self.missing = list(missing)

@@ -42,7 +42,9 @@ def timed_out(
     """The deadline of rank ``origin`` has passed, as this ``rank`` says."""
     who = "" if origin == rank else f" (rank {origin}'s deadline)"
     text = f"{what} timed out on rank {rank} after {format_seconds(seconds)}{who}: {story}"
-    return too_late(text, "the missing ranks do", missing)
+    error = too_late(text, "the missing ranks do", missing)
+    error.is_own = origin == rank
+    return error
 
 
 def list_calls(sides: dict[str, list[int]]) -> str:

@@ -52,7 +52,7 @@ def late(error: errors.SymcommError, limit: float, took: float) -> errors.Symcom
     """The error of an operation that had ``limit`` seconds and took ``took``. If it was late, even because a rank is
     gone, the error begins with the words that scripts written for Gloo look for."""
     text = f"Timed out waiting {limit * 1e3:.0f}ms: {error}"
-    if isinstance(error, errors.DeadlineError):
+    if isinstance(error, errors.DeadlineError) and error.is_own:
         return errors.DeadlineError(text, error.missing)
     if isinstance(error, errors.RankFailedError) and took >= limit:
         return errors.RankFailedError(text, error.ranks)

@@ -297,7 +297,7 @@ def works_that_were_given_up(rank: int, path: str) -> None:
                 x, out = make(n), make(WORLD * n)
                 if rank == 1:
                     dist.recv(token, 0)
-                    refused(lambda: start(team, x, out).wait(), "timed out")  # noqa: B023
+                    refused(lambda: start(team, x, out).wait(), "timed out on rank 1", "rank 0's deadline")  # noqa: B023
                     dist.send(token, 0)
                     continue
                 work = start(team, x, out)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.common_distributed import simple_sparse_reduce_tests
 
 from symcomm import errors
+from symcomm.group import failure_words
 from symcomm.torch_backend.group import TorchGroup
 from symcomm.torch_backend.work import late
 from tests.torch_backend.checks import KEPT, WORLD, check, equal, joined, refused
@@ -139,6 +140,8 @@ def who_is_late(rank: int, path: str) -> None:
         group.shutdown()
     gone = errors.RankFailedError("rank 1 left", [1])  # when both happened, both are said
     assert late(gone, 0.03, 0.01) is gone
+    elsewhere = failure_words.timed_out("all_reduce #1", 1, 1e-3, 0, "did not come: 1", [1])
+    assert late(elsewhere, 20.0, 1e-3) is elsewhere and "rank 0's deadline" in str(elsewhere)  # it took no 20 s
     both = late(gone, 0.03, 0.05)
     assert isinstance(both, errors.RankFailedError) and both.ranks == [1]
     assert str(both) == "Timed out waiting 30ms: rank 1 left"
