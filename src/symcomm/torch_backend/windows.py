@@ -7,8 +7,7 @@ from typing import Any
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm.torch_backend.work import TorchWork, done
-from symcomm.windows.options import WindowAttr
-from symcomm.windows.window import Window, new_window
+from symcomm.windows.window import Window, WindowAttr, new_window
 
 
 class TorchWindow(Window):

@@ -1,7 +1,6 @@
 """One-sided windows: ranks write into each other's tensors, and signal when they have done so.
 
-window.py    Window: arguments are checked here, once, and registration is agreed on
-options.py   WindowAttr, WindowAccessType
+window.py    Window: arguments are checked here, once, and registration is agreed on; WindowAttr, WindowAccessType
 works.py     what put, signal and wait_signal return
 memory.py    CPU tensors of ranks that share a host: a put is one copy
 hosts.py     CPU tensors of ranks on several hosts: the control channel's thread at the target writes what arrives
@@ -12,7 +11,6 @@ Names and meaning are those of torch 2.15's ``Window``; ``symcomm.c10d`` has its
 
 from __future__ import annotations
 
-from symcomm.windows.options import WindowAccessType, WindowAttr
-from symcomm.windows.window import Window, new_window
+from symcomm.windows.window import Window, WindowAccessType, WindowAttr, new_window
 
 __all__ = ["Window", "WindowAccessType", "WindowAttr", "new_window"]

@@ -96,7 +96,7 @@ class CudaMemory(AnyMemory):
             self._word_addresses = opened_pieces(infos, "words_handle", "words")
 
     def check_usable(self, call: str) -> None:
-        """Also raises, to the first caller, a failure that was found while the GPU waited."""
+        """Raise if the group failed. The first caller learns what was found while the GPU waited."""
         self.failures.check_usable(call)
 
     def close(self) -> None:

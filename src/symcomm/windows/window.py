@@ -1,12 +1,14 @@
-"""Window: ranks write into each other's tensors, and signal when they have done so."""
+"""Window, and what it says about itself."""
 
 from __future__ import annotations
 
+import enum
 import itertools
 import json
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,24 @@ from symcomm.memory.hosts import alike
 from symcomm.symm_mem.handle import check_rank
 from symcomm.types import DType
 from symcomm.windows.memory import HostMemory, no_shortcut
-from symcomm.windows.options import WindowAccessType, WindowAttr
 from symcomm.windows.works import DONE
 
 if TYPE_CHECKING:
     import torch
 
 _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()  # by group: ranks count alike
+
+
+class WindowAccessType(enum.IntEnum):
+    """How this rank reaches a peer's memory."""
+
+    UNIFIED = 0  # mapped: loads and stores see what the peer sees
+    SEPARATE = 1  # not mapped: puts are visible once the signal after them was taken
+
+
+@dataclass(slots=True)
+class WindowAttr:
+    access_type: WindowAccessType = WindowAccessType.UNIFIED
 
 
 def new_window(group: Any, tensor: torch.Tensor | None = None, kind: type[Window] | None = None) -> Window:

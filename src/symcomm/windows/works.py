@@ -70,7 +70,7 @@ class SignalWork(Outcome):
         return all(work._take(None if end is None else end - time.monotonic()) for work in reversed(chain))
 
     def _take(self, seconds: float | None) -> bool:
-        """The same for this work alone, once those before it have ended."""
+        """Wait for this work alone, once those before it have ended."""
         if self._ended:
             return True
         left = self._started + self._limit - time.monotonic()
