@@ -58,28 +58,27 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
         alloc_id: int | None = None,
     ) -> torch.Tensor:
         """A tensor in memory that peers can map. The same ``alloc_id`` gives the same memory again."""
-        memory = symm_mem if _device("empty_strided_p2p", device) else _theirs
+        memory = _of_device("empty_strided_p2p", device)
         return memory.empty_strided_p2p(tuple(size), tuple(stride), dtype, device, group_name, alloc_id)
 
     @staticmethod
     def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> Any:
         """Every rank of the group calls it with its tensor. The group's name may be one of ours or of PyTorch's."""
-        if _on_cpu("rendezvous", tensor):
-            return symm_mem.rendezvous(tensor, group_name).as_kind(_SymmetricMemory)
-        return _theirs.rendezvous(tensor, group_name)
+        memory = _of_tensor("rendezvous", tensor)
+        handle = memory.rendezvous(tensor, group_name)
+        return handle.as_kind(_SymmetricMemory) if memory is symm_mem else handle
 
     @staticmethod
     def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
-        return (symm_mem if _on_cpu("is_symm_mem_tensor", tensor) else _theirs).is_symm_mem_tensor(tensor)
+        return _of_tensor("is_symm_mem_tensor", tensor).is_symm_mem_tensor(tensor)
 
     @staticmethod
     def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
-        return (symm_mem if _on_cpu("memset32", input) else _theirs).memset32(input, offset, val, count)
+        return _of_tensor("memset32", input).memset32(input, offset, val, count)
 
     @staticmethod
     def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-        memory = symm_mem if _on_cpu("stream_write_value32", input) else _theirs
-        return memory.stream_write_value32(input, offset, val)
+        return _of_tensor("stream_write_value32", input).stream_write_value32(input, offset, val)
 
     @staticmethod
     def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
@@ -100,11 +99,11 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
 
     @staticmethod
     def get_backend(device: torch.device) -> str | None:
-        return (symm_mem if _device("get_backend", device) else _theirs).get_backend(device)
+        return _of_device("get_backend", device).get_backend(device)
 
     @staticmethod
     def get_mempool_allocator(device: torch.device) -> Any:
-        return (symm_mem if _device("get_mempool_allocator", device) else _theirs).get_mempool_allocator(device)
+        return _of_device("get_mempool_allocator", device).get_mempool_allocator(device)
 
     @staticmethod
     def has_multicast_support(device_type: Any, device_idx: int) -> bool:  # type: ignore[override]
@@ -114,17 +113,17 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
         return memory.has_multicast_support(device_type, device_idx)
 
 
-def _on_cpu(call: str, tensor: Any) -> bool:
+def _of_tensor(call: str, tensor: Any) -> Any:
+    """Ours for the CPU, or PyTorch's."""
     if not isinstance(tensor, torch.Tensor):
         raise wrong_type(call, "tensor", tensor, "a tensor")
-    return tensor.is_cpu
+    return symm_mem if tensor.is_cpu else _theirs
 
 
-def _device(call: str, device: Any) -> bool:
-    """Whether ``device`` is the CPU."""
+def _of_device(call: str, device: Any) -> Any:
     if not isinstance(device, torch.device):
         raise wrong_type(call, "device", device, "a torch.device", "write torch.device(...)")
-    return device.type == "cpu"
+    return symm_mem if device.type == "cpu" else _theirs
 
 
 # --- how devices are connected ------------------------------------------------------------------------------------

@@ -66,7 +66,5 @@ class DeathWatch:
     def _redial(self) -> None:
         """A rank that died before it said hello has no connection whose end would tell."""
         group = self._group()
-        for rank in self._watched:
-            if not group.is_gone(rank) and not group.tell_known(rank, {"kind": "hello"}):
-                group.tell(rank, {"kind": "hello"}, timeout=DIAL)
+        group.tell_all([r for r in self._watched if not group.is_gone(r)], {"kind": "hello"}, timeout=DIAL)
         self._redial_at = time.monotonic() + REDIAL

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from symcomm import errors
@@ -61,10 +60,7 @@ class Failures:
         answers = self._answers[number] = {}
         ask = {"kind": "ask", "survey": number, "where": where}
         asked = [r for r in (range(group.size) if ranks is None else ranks) if r != group.rank and not group.is_gone(r)]
-        far = [r for r in asked if not group.tell_known(r, ask)]
-        if far:
-            with ThreadPoolExecutor(16, thread_name_prefix="symcomm-ask") as pool:
-                list(pool.map(lambda r: group.tell(r, ask, timeout=REACH), far))
+        group.tell_all(asked, ask, timeout=REACH)
         deadline = time.monotonic() + SURVEY
         while time.monotonic() < deadline and any(r not in answers and not group.is_gone(r) for r in asked):
             time.sleep(0.002)
@@ -129,16 +125,16 @@ class Failures:
         return "; ".join(parts)
 
     def late(
-        self, seq: int | None, seconds: float, whom: Collection[int], has_ended: Callable[[], bool] = lambda: False
+        self, seq: int, seconds: float, whom: Collection[int], has_ended: Callable[[], bool] = lambda: False
     ) -> None:
-        """A deadline passed while waiting for ``whom``, in operation ``seq``; None: in a message that was half way.
+        """A deadline passed while waiting for ``whom``, in operation ``seq``; 0: in a message that was half way.
         ``has_ended``: whether what it was for came in the end."""
         if self.verdict is not None:
             return
         group, answers = self._group(), self.survey()
         if has_ended():
             return
-        behind = [r for r, answer in answers.items() if seq is not None and answer["seq"] < seq]
+        behind = [r for r, answer in answers.items() if answer["seq"] < seq]
         silent = [r for r in range(group.size) if r not in answers]
         missing = sorted({*behind, *silent})
         if missing:
@@ -146,7 +142,7 @@ class Failures:
             last = [f"rank {r} was last seen {_last_seen(answers[r])}" for r in behind[:4]]
             last += [f"rank {r} does not answer (stopped, or cut off?)" for r in silent[:4]]
             story = f"did not come: {format_ranks(missing)}; arrived: {format_ranks(arrived)}; {'; '.join(last)}"
-        elif seq is not None:
+        elif seq:
             missing = sorted(whom)
             story = f"all arrived, but rank {format_ranks(missing)} did not go on (stopped, or a slow network?)"
         else:
@@ -188,7 +184,7 @@ class Failures:
         self.cut_off(transfer.peers, transfer.error)
 
     def end(self) -> None:
-        """This rank leaves: its own waits end; peers are not told."""
+        """End this rank's own waits, since it leaves. Peers are not told."""
         with self._lock:
             if self.verdict is None:
                 self.verdict = {"fault": "aborted", "story": "", "ranks": [], "origin": self._group().rank}
@@ -223,7 +219,7 @@ class Failures:
         return True
 
     def await_verdict(self) -> None:
-        """This host was aborted: the verdict is on its way, unless a caller just aborted the local group."""
+        """Wait for the verdict after this host was aborted. If none comes, a caller has aborted the local group."""
         deadline = time.monotonic() + VERDICT_WAIT
         while self.verdict is None and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -242,7 +238,7 @@ class Failures:
 
 
 class HierarchicalState(GroupState):
-    """That of a group across hosts, which has failed once there is a verdict."""
+    """The state of a group across hosts, which has failed once there is a verdict."""
 
     __slots__ = ("doing", "failures", "since")
     failures: Failures
@@ -263,11 +259,11 @@ class HierarchicalState(GroupState):
         super().let_go()
 
     def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
-        """This rank's exception for a failure that ``failures`` has recorded. Not to be asked for with the group's
-        ``cond`` held, which operations need to end."""
+        """This rank's exception for a failure that ``failures`` has recorded. Do not call it with the group's ``cond``
+        held: operations need that to end."""
         return self.fail(lambda: self.failures.error(what, seconds))
 
 
 def _last_seen(answer: dict[str, Any]) -> str:
-    last = f"after {answer['call']} #{answer['seq']}" if answer["seq"] > 0 else "before its first operation"
+    last = f"after {answer['call']} #{answer['seq']}" if answer["seq"] else "before its first operation"
     return f"{last} and {answer['awaits']}" if answer["awaits"] else last

@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from typing import Any
 
@@ -191,10 +192,11 @@ class HierarchicalGroup(ProcessGroup):
             self.control.leave(key)
 
     def _connect(self, host: Meeting, exchange: Exchange) -> None:
-        self.local = IntraHostGroup(host, f"{self.name}@{self.layout.host}", self.timeout)
-        self.handle, self.peers = self.state.handle, self.state.peers = self.local.handle, self.local.peers
-        self.local.waits, self.local.here = self.waits, self.layout.here
-        self.exposed = self.local.exposed  # which outlives the group while ranks of this host may write there
+        local = IntraHostGroup(host, f"{self.name}@{self.layout.host}", self.timeout)
+        local.waits, local.here = self.waits, self.layout.here
+        self.handle, self.peers = self.state.handle, self.state.peers = local.handle, local.peers
+        self.local = local
+        self.exposed = local.exposed  # which outlives the group while ranks of this host may write there
         with DeathWatch(self, exchange) as watch:
             self._make_engine(exchange, watch.check_all)
         parts = Parts(
@@ -205,7 +207,6 @@ class HierarchicalGroup(ProcessGroup):
         self._own(HierarchicalExecutor(self.state, parts), messages)
 
     def meet(self, exchange: Exchange) -> None:
-        self.state.doing, self.executor.submitted = (-1, "", ""), -1
         exchange(b"")
 
     def _make_engine(self, exchange: Exchange, check: Callable[[], None]) -> None:
@@ -270,8 +271,15 @@ class HierarchicalGroup(ProcessGroup):
         return self.control.send(self._endpoints[rank], {"group": self._key, **header}, payload, timeout)
 
     def tell_known(self, rank: int, header: dict[str, Any]) -> bool:
-        """The same, only if connected: does not wait for a connection."""
+        """Send it only if there is a connection; never waits for one."""
         return self.control.is_connected(self._endpoints[rank].nonce) and self.tell(rank, header)
+
+    def tell_all(self, ranks: Iterable[int], header: dict[str, Any], timeout: float) -> None:
+        """Send a message to each of ``ranks``. Connecting may take long, so all are connected to at the same time."""
+        far = [r for r in ranks if not self.tell_known(r, header)]
+        if far:
+            with ThreadPoolExecutor(16, thread_name_prefix="symcomm-tell") as pool:
+                list(pool.map(lambda r: self.tell(r, header, timeout=timeout), far))
 
     def backlog(self, rank: int) -> int:
         """Bytes queued for a rank."""
@@ -448,9 +456,7 @@ class HierarchicalGroup(ProcessGroup):
     def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
         """Ranks of other hosts are seen to end by a connection, which this makes."""
         far, begun = [r for r in ranks if r not in self.layout.here], time.monotonic()
-        for rank in far:
-            if not self.tell_known(rank, {"kind": "hello"}):
-                self.tell(rank, {"kind": "hello"}, timeout=1.0)
+        self.tell_all(far, {"kind": "hello"}, timeout=1.0)
         return lambda: self.rounds.check_members(ranks, begun, what)
 
     def _seen_leaving(self) -> set[int]:

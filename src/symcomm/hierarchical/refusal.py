@@ -21,18 +21,17 @@ MOST = 10_000  # calls that ranks have refused and this one has not come to
 
 
 class RefusalsAcrossHosts:
-    """Those of one group."""
+    """The refusals of one group's calls."""
 
     def __init__(self, group: Any):
         self._group: Callable[[], Any] = weakref.ref(group)  # must not keep the group alive
         self._elsewhere: dict[int, bytes] = {}  # by sequence number: what a rank of another host told
 
     def tell(self, seq: int, told: bytes) -> None:
-        """This rank refuses its call: the leaders of the other hosts are told."""
+        """Tell the leaders of the other hosts that this rank refuses its call."""
         group = self._group()
-        for host in group.layout.others:
-            message = {"kind": "refusal", "seq": seq, "told": told.decode()}
-            group.tell(group.layout.leader(host), message, timeout=REACH)
+        leaders = map(group.layout.leader, group.layout.others)
+        group.tell_all(leaders, {"kind": "refusal", "seq": seq, "told": told.decode()}, timeout=REACH)
 
     def note(self, rank: int, header: dict[str, Any]) -> None:
         """Called in the control channel's thread."""

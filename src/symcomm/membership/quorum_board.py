@@ -29,7 +29,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from symcomm import errors
@@ -162,12 +161,9 @@ class QuorumBoard(Board):
     def _send_all(self, header: dict[str, Any]) -> None:
         """To every member that can be reached, this one first."""
         self.note(self.rank, header)
-        message, group = {"kind": "agree", **header}, self._group()
+        group = self._group()
         others = [r for r in range(self.size) if r != self.rank and not group.is_gone(r)]
-        strangers = [r for r in others if not group.tell_known(r, message)]
-        if strangers:  # connecting may take a while
-            with ThreadPoolExecutor(16, thread_name_prefix="symcomm-agree") as pool:
-                list(pool.map(lambda r: group.tell(r, message, timeout=REACH), strangers))
+        group.tell_all(others, {"kind": "agree", **header}, timeout=REACH)
 
     def _await(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Wait until ``ready()``; False when the time is over."""
