@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import sys
 
@@ -9,7 +10,6 @@ import typer
 
 import symcomm
 from symcomm.cli.command import Command
-from symcomm.observe.health.bits import version_of
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -25,6 +25,13 @@ def core_line() -> str:
     return f"{path} ({'abi3: any Python from 3.10 on' if stable else 'for this Python only'})"
 
 
+def torch_line() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 @app.command(name="version", cls=Command)
 def version() -> None:
     """Say which Symcomm, Python, C core and torch this is.
@@ -37,4 +44,4 @@ def version() -> None:
     typer.echo(f"python  {platform.python_version()} ({sys.executable})")
     typer.echo(f"system  {platform.system()} {platform.release()} {platform.machine()}")
     typer.echo(f"C core  {core_line()}")
-    typer.echo(f"torch   {version_of('torch')}")
+    typer.echo(f"torch   {torch_line()}")

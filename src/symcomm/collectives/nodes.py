@@ -67,7 +67,7 @@ class Grid:
 
     @property
     def slots(self) -> int:
-        """Of partial results: one more than the turns after which a node further down the line still reads them."""
+        """Slots for partial results: one more than the turns after which a node down the line still reads them."""
         late = [rank - peer for rank in range(0, self.nodes * self.width, self.width) for peer in self.before(rank)]
         return NODE_SLOTS - 1 + max(late) // self.width
 

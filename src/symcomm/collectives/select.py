@@ -93,7 +93,8 @@ def signature_count(counts: Sequence[int], listed: bool = False) -> int:
 
 
 def custom_count(what: Sequence[object], total: int, told: str) -> int:
-    """The same for a user's own plan. ``what``: all that ranks must agree on; ``told``: how errors say it."""
+    """The number that ranks compare for a user's own plan. ``what``: all that ranks must agree on; ``told``: how errors
+    say it."""
     return HASHED | _hash(repr(what).encode(), told) << 32 | total & 0xFFFFFFFF
 
 

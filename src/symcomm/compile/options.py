@@ -72,5 +72,5 @@ def configure(**changes: bool | None) -> Iterator[Options]:
 
 @functools.cache
 def digest(folder: Path) -> str:
-    """Of the sources there, for the compiler's caches: what another version of them generated is other code."""
+    """A digest of the sources there, for the compiler's caches: another version of them generates other code."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()

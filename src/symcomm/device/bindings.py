@@ -1,4 +1,4 @@
-"""These functions under the names of torch's own extension module."""
+"""broadcast, scatter and gather under the names of torch's own extension module."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def _view(address: int, nbytes: int) -> memoryview:
 
 
 def _address_of(data: Data) -> int:
-    """Its address, valid while somebody holds it."""
+    """The address of ``data``, valid while the caller holds it."""
     if isinstance(data, bytearray):
         return ctypes.addressof(ctypes.c_char.from_buffer(data)) if data else 0
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0

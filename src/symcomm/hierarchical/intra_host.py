@@ -12,14 +12,14 @@ from symcomm.hierarchical.standoff import Waits
 
 
 class IntraHostGroup(LocalGroup):
-    """Their own group. They mostly wait for the network, which takes longer than spinning pays for."""
+    """The group of one host's ranks. They mostly wait for the network, which takes longer than spinning pays for."""
 
     _spin_ns = _yield_ns = 5_000
     waits: Waits
     here: Sequence[int]
 
     def on_long_wait(self, site: Any, *facts: Any) -> float:
-        """Of a step of an operation: its group tells of the whole (``hooks.watch``)."""
+        """Says nothing of one step: the group across hosts tells of the whole operation (``hooks.watch``)."""
         return 0.0
 
     def gone(self) -> dict[int, int]:
@@ -51,7 +51,7 @@ class HostRanks:
         return self._executor.kept_plan((signature, build, args), make)
 
     def plan(self, build: Callable[..., Plan], *args: Any) -> Any:
-        """That of a collective."""
+        """The loaded plan of a collective."""
         return self._executor.cached_plan(build, *args)
 
     def run(self, plan: Any, ins: Sequence[int], outs: Sequence[int], timeout_ns: int, site: int) -> int:

@@ -156,7 +156,7 @@ class LeaderLinks:
 
 
 def links_of(group: Any) -> LeaderLinks:
-    """Those of a group, whose ``arrivals`` get what comes; they do not keep it alive."""
+    """The links of a group. What comes goes into the group's ``arrivals``; the links do not keep the group alive."""
     arrivals, ref = group.arrivals, weakref.ref(group)
 
     def dial(rank: int) -> FramedConnection | None:

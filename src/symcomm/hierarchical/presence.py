@@ -11,7 +11,7 @@ from symcomm.hierarchical.leader_links import LeaderLinks
 
 
 class Presence:
-    """Of one group. ``links`` are woken, too."""
+    """The presence of one group's ranks. A change wakes ``links``, too."""
 
     _control: ControlChannel
     _endpoints: Sequence[Endpoint]

@@ -36,7 +36,7 @@ class Rounds:
         return {*group.local.gone(), *(r for r in range(self.size) if r != self.rank and group.is_gone(r))}
 
     def dead(self) -> set[int]:
-        """Those of them that died."""
+        """Ranks that died, among those that are gone."""
         group = self._group()
         here = {r for r, how in group.local.gone().items() if how == Status.DEAD}
         return here | {r for r in group.layout.away if group.is_gone(r) and r not in group.left}
@@ -66,7 +66,8 @@ class Rounds:
                 self._group().tell(rank, {"kind": "exchange", "topic": key, "item": item}, timeout=1.0)
 
     def await_missing(self, key: str, ranks: Sequence[int], seconds: float) -> list[int]:
-        """Those of ``ranks`` that have not published, when all have, or something changed, or the time is up."""
+        """Wait until all ``ranks`` have published, something else changes, or the time is up. Returns those that have
+        not."""
         with self._group().cond:
             if any((key, r) not in self._published for r in ranks):
                 self._group().cond.wait(seconds)
@@ -140,7 +141,7 @@ class ControlExchange:
                 )
 
     def give_up(self, error: BaseException) -> None:
-        """This rank cannot take part: let the others know why, unless one of them told us."""
+        """Tell the others why this rank cannot take part, unless one of them told us."""
         if not self._is_over and not isinstance(error, (errors.PeerError, errors.DeadlineError)):
             self._is_over = True
             self._rounds.publish(f"{self._topic}/failed", str(error) or type(error).__name__, self._ranks)

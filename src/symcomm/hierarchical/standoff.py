@@ -55,7 +55,7 @@ class Waits:
         return ""
 
     def longest(self) -> Lasting | None:
-        """That which has lasted longest."""
+        """The wait that has lasted longest."""
         for wait, work in list(self._works.items()):
             call = f"{'send to' if work.message.is_send else 'recv from'} {_peer_of(work.message)}"
             return Lasting(id(wait), call, "", wait.begun, work.awaited())
@@ -98,7 +98,7 @@ def _peer_of(message: Any) -> str:
 
 
 class Wait:
-    """One of them."""
+    """One wait for a message."""
 
     def __init__(self, waits: Waits, work: Any):
         self._waits, self._work = waits, work

@@ -191,7 +191,7 @@ def _bind_addresses(host: str, bind: str | list[str] | None) -> list[str]:
 
 
 def _addresses_in_time(host: str, seconds: float) -> list[str]:
-    """The same for ``host`` once its name resolves, which may take a while for a starting pod."""
+    """The addresses to listen on for ``host``, once its name resolves: that may take a while for a starting pod."""
     end = time.monotonic() + seconds
     warned = False
     while True:

@@ -88,7 +88,7 @@ def _is_input_on_cpu(input: Any, *_: Any, **__: Any) -> bool:
 
 
 def meet(tensor: Any, group_name: Any = None) -> SymmetricMemory | None:
-    """As torch's: None for a tensor that is not in symmetric memory."""
+    """A rendezvous as torch's: None for a tensor that is not in symmetric memory."""
     return allocate.rendezvous(tensor, group_name) if allocate.is_symm_mem_tensor(tensor) else None
 
 
