@@ -10,7 +10,7 @@ import time
 import pytest
 
 from symcomm.errors import BadArgumentError
-from symcomm.launcher.job import Job, parse_range, reserve_port
+from symcomm.launcher.job import Job, find_placement, reserve_port
 from tests.support.jobs import DEADLINE
 
 pytestmark = pytest.mark.without_torch
@@ -290,5 +290,5 @@ def test_words_of_refusals():
     ):
         with pytest.raises(BadArgumentError, match=re.escape(words)):
             job.check()
-    with pytest.raises(BadArgumentError, match="--nnodes must be a number of nodes, auto, or MIN:MAX, got 'a:2'"):
-        parse_range("a:2")
+    with pytest.raises(BadArgumentError, match="--nnodes must be a number of 1 or more, auto, or MIN:MAX, got 'a:2'"):
+        find_placement("a:2", None, None)

@@ -163,23 +163,20 @@ def test_processes_without_arenas():
     assert arenas_of(child.pid) == []
 
 
-def test_which_job_is_meant():
+def test_which_job_is_meant(monkeypatch: pytest.MonkeyPatch):
     jobs = [JobFacts("a.py", [10, 11], {"10", "11", "tag"}), JobFacts("b.py", [20], {"20"})]
 
-    def above(pid):
-        return {10: {5, 1}, 20: {6, 1}}.get(pid, set())
-
-    assert (
-        choose_job("symcomm top", "tag", jobs, above) is jobs[0]
-        and choose_job("symcomm top", "6", jobs, above) is jobs[1]
-    )
-    assert choose_job("symcomm top", None, jobs[:1], above) is jobs[0]
+    above = {10: {5, 1}, 20: {6, 1}}
+    monkeypatch.setattr("symcomm.observe.top.jobs.ancestors_of", lambda pid: above.get(pid, set()))
+    assert choose_job("symcomm top", "tag", jobs) is jobs[0]
+    assert choose_job("symcomm top", "6", jobs) is jobs[1]
+    assert choose_job("symcomm top", None, jobs[:1]) is jobs[0]
     with pytest.raises(BadArgumentError, match=r"there are 2 jobs; name one by a pid: 10 \(a.py, 2 processes\); 20"):
-        choose_job("symcomm top", None, jobs, above)
+        choose_job("symcomm top", None, jobs)
     with pytest.raises(BadArgumentError, match="JOB must be the pid or name of a job; there are: 10"):
-        choose_job("symcomm top", "other", jobs, above)
+        choose_job("symcomm top", "other", jobs)
     with pytest.raises(ResourceError, match="no job found"):
-        choose_job("symcomm top", None, [], above)
+        choose_job("symcomm top", None, [])
 
 
 def test_keys_of_the_store(monkeypatch):

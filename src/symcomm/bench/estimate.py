@@ -15,10 +15,10 @@ CALLS, PASSES = 12, 20  # calls that are made at least; passes over tensors to f
 
 
 class TimeLeft:
-    """The seconds that are left for ``cases``, which are done in this order on so many ``series``.
+    """Estimates how many seconds are left for ``cases``, measured in this order on so many ``series``.
 
-    A case takes as long as the last of its size did; where there was none, as long as guessed, times what guesses have
-    been wrong by so far."""
+    A case takes as long as the last one of its size. Without such a case it takes what we guess, corrected by how wrong
+    the guesses were so far."""
 
     def __init__(self, cases: Sequence[Case], series: int, effort: Effort):
         self._left = list(cases)

@@ -28,7 +28,7 @@ W = TypeVar("W", bound="Workload")
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of ``symcomm bench``, of which each benchmark uses some."""
+    """The options of ``symcomm bench``. Each benchmark uses some of them."""
 
     what: str
     ranks: int | None = None

@@ -170,8 +170,8 @@ def _start(section: LlmSection, side: Side, what: str) -> LlmMeasurement:
 
 
 def together(sides: Sequence[Side]) -> list[Sequence[Side]]:
-    """Which sides make their models at once: all, if there is a core for every rank. Else one after the other, so
-    that the compiler finds what a side before it has compiled."""
+    """Sides that make their models at once: all, if every rank has a core. Else one side after the other, so that each
+    finds what the compiler made for the one before."""
     enough = sum(side.world for side in sides) <= len(os.sched_getaffinity(0))
     return [sides] if enough else [[side] for side in sides]
 

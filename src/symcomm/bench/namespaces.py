@@ -146,10 +146,9 @@ class _Hosts(abc.ABC):
         self, ranks: int, module: str, workload: Any, seconds: float, tick: Tick,
         kind: Callable[..., Figures], seen: Callable[[list[Figures]], None],
     ) -> list[Figures]:  # fmt: skip
-        """Run ``module`` as ``ranks`` ranks on each host, told the plan as JSON; returns what they found. Of the lines
-        that the first one writes, lists of rows become figures of that ``kind``, and ``seen`` is told what is known so
-        far; ``tick`` gets all others. Ranks that say nothing for ``seconds`` are ended, and the error says where they
-        are."""
+        """Run ``module`` as ``ranks`` ranks on each host; returns what they found. The first rank writes lines: lists
+        of rows become figures of that ``kind``, of which ``seen`` gets all so far; ``tick`` gets the other lines. Ranks
+        that say nothing for ``seconds`` are ended, and the error says where they are."""
         found: list[Figures] = []
         world = ranks * len(self._names)
         common = {

@@ -48,7 +48,7 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """One on each core: awake for ``burst`` seconds at a time, ``duty`` of all the time; a duty of 0: none."""
+    """One on each core, awake for ``burst`` seconds at a time and for the share ``duty`` of all time; 0: nobody."""
 
     duty: float = 0.0
     burst: float = 0.0

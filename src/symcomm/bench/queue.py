@@ -1,7 +1,7 @@
 """``symcomm bench queue``: a message from one process to another, through our queue and others', in turns.
 
-A time is that from before ``put`` until the reader has the message and has looked at every page of it. Bytes and arrays
-are new ones for each message. The next is sent once the reader has said, by a pipe, that it has this one.
+Each time runs from before ``put`` until the reader has the message and has looked at every page of it. Every message is
+a new object. The next one is sent once the reader has reported this one through a pipe.
 """
 
 from __future__ import annotations

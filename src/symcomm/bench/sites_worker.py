@@ -83,10 +83,8 @@ class SitesTraining:
 
 
 def train(method: str, workload: dict[str, Any], data: Any, rank: int) -> dict[str, Any]:
-    """Steps until the loss is at the target or the steps are used up. The clock stands still while it is checked.
-
-    That is every few steps; with an outer optimizer when the ranks have met, since their models differ in between.
-    """
+    """Train until the loss reaches the target or the steps run out. The clock stops while we check the loss: every few
+    steps, or with an outer optimizer whenever the ranks have met, since their models differ in between."""
     import torch
     import torch.distributed as dist
 

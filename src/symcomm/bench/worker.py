@@ -491,7 +491,7 @@ class Bench:
         return {"median": median, "p99": p99, "total": before - start}
 
     def close(self) -> None:
-        """Collective."""
+        """All ranks close together."""
         if self.case.collective in ONE_SIDED:
             self.side.close_window(self.case)
 

@@ -50,7 +50,7 @@ class Outcome:
 
 
 def values(shard: int, count: int, kind: str) -> Any:
-    """A shard's, the same on every machine: of sizes so different that another order of additions gives other bits."""
+    """A shard's numbers, the same on every machine. Their sizes differ so much that another order gives other bits."""
     import numpy as np
 
     random = np.random.Generator(np.random.PCG64([shard, count]))
@@ -60,8 +60,8 @@ def values(shard: int, count: int, kind: str) -> Any:
 
 
 def on_rank(group: Any, kinds: Sequence[str]) -> dict[str, tuple[str, list[bytes]]]:
-    """By type: the hash of the sums, and this rank's pieces of them by reduce_scatter. A rank with several shards makes
-    the calls for shards, a rank with one the plain ones."""
+    """By type: the hash of the sums, and this rank's pieces of them from reduce_scatter. A rank with several shards
+    calls the functions for shards, a rank with one shard the plain ones."""
     import numpy as np
 
     found = {}

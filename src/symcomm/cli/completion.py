@@ -17,8 +17,8 @@ _typer: Any = typer.completion  # which does not export these functions
 SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_SYMCOMM_COMPLETE"  # set by a shell's script when it asks us what could come next
 
-# Typer's completes no options in zsh 5.9, and nothing at the first Tab, when zsh loads the installed file. What could
-# come next is asked for as fish does: a line each, name, tab, help.
+# Typer's script completes no options in zsh 5.9, and nothing at the first Tab, when zsh loads the installed file. Ours
+# asks as fish does, and gets a line for each word: the word, a tab, its help.
 ZSH = r"""#compdef symcomm
 _symcomm_completion() {
   local line

@@ -15,8 +15,8 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Bar:
-    """Progress over ``turns``, on stderr. Call it after each turn, with its name. Without a terminal (``bar`` is None)
-    it prints the time left now and then: from ``seconds_left``, or by the turns so far."""
+    """Progress over ``turns``, on stderr. Call it after each turn, with the turn's name. Without a terminal (``bar`` is
+    None) it prints the time left now and then, as ``seconds_left`` or the turns so far tell."""
 
     def __init__(
         self, turns: int, bar: Any = None, task: Any = None, seconds_left: Callable[[], float] | None = None
@@ -29,7 +29,7 @@ class Bar:
     def __call__(self, what: str) -> None:
         self._done += 1
         now = time.monotonic()
-        if self._done == 1:  # the start of ranks before it happens only once
+        if self._done == 1:  # ranks start only once, before the first turn
             self._begun = now
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=what, refresh=True)
@@ -39,7 +39,7 @@ class Bar:
             print(f"# {self._done} of {self._turns} turns ({what}), about {left} left", file=sys.stderr, flush=True)
 
     def begin(self, what: str) -> None:
-        """Say what comes next, if it takes long and is no turn."""
+        """Announce long work that is not a turn."""
         if self._bar is not None:
             self._bar.update(self._task, description=what, refresh=True)
         else:

@@ -112,12 +112,7 @@ def run(
       symcomm run -n 2 --no-python ./prog
     """
     meet = jobs.parse_endpoint(endpoint) if endpoint else None
-    least, most = jobs.parse_range(nnodes) if ":" in nnodes else (None, 0)
-    place = (
-        jobs.find_placement(nnodes, node_rank, meet)
-        if least is None
-        else jobs.NodePlacement(most, node_rank or 0, meet)
-    )
+    place = jobs.find_placement(nnodes, node_rank, meet)
     variables = jobs.parse_env(env or [])
     if trace is not None:
         check_output_folder("symcomm run", "--trace", trace)
@@ -128,7 +123,7 @@ def run(
         command=jobs.build_command(program, args or [], module=module, no_python=no_python, env=variables),
         ranks_here=jobs.parse_count(count),
         nodes=place.nodes,
-        min_nodes=least,
+        min_nodes=place.least,
         node_rank=place.node_rank,
         endpoint=place.endpoint,
         max_restarts=max_restarts,
@@ -144,6 +139,6 @@ def run(
     on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
     output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)
     with multi_process_service() if mps else contextlib.nullcontext({}) as found:
-        start = launch if least is None else launch_nodes
+        start = launch if place.least is None else launch_nodes
         code = start(replace(job, env={**variables, **found}), output)
     raise typer.Exit(code)

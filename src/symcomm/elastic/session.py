@@ -115,7 +115,9 @@ class Session:
                     break
                 if self._admit():
                     continue  # newcomers begin at the top of this loop, so all ranks do
-                self._check_size()
+                if self.size < self._min_size:
+                    left = f"{self.size} of {self._full} ranks are left"
+                    raise errors.RankFailedError(f"{left}, which is less than min_size={self._min_size}.")
                 result = step(self)
             except Exception as error:
                 self._recover(error)
@@ -134,11 +136,12 @@ class Session:
         self.step = NO_STATE if self.rank in self.group.newcomers else FRESH
 
     def _use(self, group: ProcessGroup) -> None:
-        if self.group is not None and group is not self.group:
+        if group is self.group:
+            return
+        if self.group is not None:
             self.group.leave()
-        if group is not self.group:
-            self.group, self._settled = group, False
-            default.set_default(group)
+        self.group, self._settled = group, False
+        default.set_default(group)
 
     # --- coming and going -------------------------------------------------------------------------------------
 
@@ -154,12 +157,6 @@ class Session:
             self._admits = False  # on all ranks, because all get the same answer
             log.warning("no more ranks can join: %s", error)
         return not self._settled
-
-    def _check_size(self) -> None:
-        if self.size < self._min_size:
-            raise errors.RankFailedError(
-                f"{self.size} of {self._full} ranks are left, which is less than min_size={self._min_size}."
-            )
 
     def _recover(self, error: Exception) -> None:
         """Go on without the lost ranks; raises ``error`` if it is about something else."""

@@ -227,18 +227,22 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 class NodePlacement(NamedTuple):
-    """Which of the job's nodes this is, and the rendezvous endpoint."""
+    """Which of the job's nodes this is, and where they meet. ``least``: with fewer nodes the job ends."""
 
     nodes: int
     node_rank: int
     endpoint: tuple[str, int] | None
+    least: int | None = None
 
 
 def find_placement(
     nnodes: str, node_rank: int | None, endpoint: tuple[str, int] | None, environ: Mapping[str, str] | None = None
 ) -> NodePlacement:
-    """``--nnodes``, ``--node-rank`` and ``--rdzv-endpoint``, or a scheduler's variables in their place. These count
-    only for several nodes or ``--nnodes auto``: a batch script on the first of many nodes may run something alone."""
+    """``--nnodes`` (a number, auto or MIN:MAX), ``--node-rank`` and ``--rdzv-endpoint``, or a scheduler's variables in
+    their place. These count only for several nodes or auto: a batch script on the first of many nodes may run something
+    alone."""
+    if span := re.fullmatch(r"(\d{1,6}):(\d{1,6})", nnodes):
+        return NodePlacement(int(span[2]), node_rank or 0, endpoint, int(span[1]))
     if nnodes != "auto" and not re.fullmatch(r"-?\d{1,6}", nnodes):
         raise bad_argument(CALL, "--nnodes", nnodes, "a number of 1 or more, auto, or MIN:MAX")
     count = None if nnodes == "auto" else int(nnodes)
@@ -260,14 +264,6 @@ def find_placement(
     if endpoint is None and nodes > 1 and told.master_addr and told.master_port:
         endpoint = told.master_addr, told.master_port
     return NodePlacement(nodes, mine, endpoint)
-
-
-def parse_range(text: str) -> tuple[int, int]:
-    """``--nnodes MIN:MAX``, as torchrun writes it."""
-    match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
-    if not match:
-        raise bad_argument(CALL, "--nnodes", text, "a number of nodes, auto, or MIN:MAX")
-    return int(match[1]), int(match[2])
 
 
 # --- how many ------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles signals while it is entered (in a main thread). Ignored ones stay ignored: nohup, background jobs."""
+        """Handles signals inside the block, in a main thread. Ignored ones stay ignored: nohup, background jobs."""
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for signum in (*STOPPING, *PASSING):

@@ -66,10 +66,7 @@ def ranks(
                 pytest.skip(str(skip))
 
         del on_ranks.__wrapped__  # whose signature pytest would take
-        if first.name == "self":
-            kept = [first, *others[1:]]
-        else:
-            kept = others
+        kept = [first, *others[1:]] if first.name == "self" else others
         if len(counts) == 1:
             on_ranks.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
             return on_ranks

@@ -88,7 +88,7 @@ class Faults:
         return {fault.rank for fault in self.faults if fault.kind == "kill"}
 
     def attach(self, group: Any, rank: int, happen: Callable[[Fault], None]) -> Callable[[], list[str]]:
-        """Have them happen at this rank's calls. Returns what tells the names of the calls it has made."""
+        """Make them happen at this rank's calls. Returns a function that lists the calls it has made."""
         mine = [fault for fault in self.faults if fault.rank == rank]
         calls: list[str] = []
 
@@ -114,7 +114,7 @@ def happen_in_thread(fault: Fault) -> None:
 
 
 def happen(fault: Fault, stopping: Callable[[float], None]) -> None:
-    """In a process. ``stopping``: tells who lets it go on that it is about to stop for so long."""
+    """In a process. ``stopping(seconds)`` announces a stop to whoever continues the process afterwards."""
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)

@@ -1,7 +1,7 @@
 """Ranks that run a test: threads of this process, or forks of it, which take milliseconds to start.
 
-Nothing is left: ranks meet in memory without a name, and forks end with the thread that made them. A rank's failure is
-kept as its own traceback; of ranks that do not end, it is told who waits for whom, and where.
+Nothing is left behind: ranks meet in memory without a name, and forks end with the thread that made them. A failure
+shows the rank's own traceback; for ranks that do not end it says who waits for whom, and where.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _perform(setting: _Setting, rank: int, group: Any, happens: Callable[[Fault]
 
 
 class _Ended(BaseException):
-    """Has the other ranks learn that this one ended before its time."""
+    """Ends a rank's thread early, so that the other ranks notice."""
 
 
 def _run_threads(setting: _Setting) -> list[End]:
@@ -172,7 +172,7 @@ def _where_thread(rank: int) -> str:
 @functools.cache
 def _load() -> None:
     """Once in this process, what every fork would load and look up for itself."""
-    spawn(_first_call, 1, mode="threads")
+    spawn(lambda group: group.barrier(), 1, mode="threads")
     for name in LOADED:
         importlib.import_module(name)
     if importlib.util.find_spec("torch") is None:
@@ -190,14 +190,11 @@ LOADED_WITH_TORCH = (
 )  # fmt: skip
 
 
-def _first_call(group: Any) -> None:
-    group.barrier()
-
-
 def _run_processes(setting: _Setting) -> list[End]:
     _load()
     file = os.memfd_create("store-of-ranks", os.MFD_CLOEXEC)
-    sys.stdout.flush(), sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     pids: list[int] = []
     receivers: list[Connection] = []
     try:
@@ -226,22 +223,23 @@ def _live(setting: _Setting, rank: int, file: int, sender: Any, parent: int) -> 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         n = str(setting.n)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
-        stopping = partial(_say, sender, "stopping")
+
+        def stopping(seconds: float) -> None:
+            sender.send_bytes(pickle.dumps(seconds))
+
         try:
             group = _join(setting, rank, f"/proc/self/fd/{file}")
             end = _perform(setting, rank, group, lambda fault: happen(fault, stopping))
         except BaseException:
             end = End(rank, "raised", text=traceback.format_exc())
-        sys.stdout.flush(), sys.stderr.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         sender.send_bytes(pickle.dumps(end))
         sender.close()
     finally:
-        signal.pause() if parent == os.getppid() else None  # so that no end is taken for a fault; the parent kills it
+        if parent == os.getppid():
+            signal.pause()  # until the parent kills it: its end must not look like a fault to the others
         os._exit(0)
-
-
-def _say(sender: Any, what: str, seconds: float) -> None:
-    sender.send_bytes(pickle.dumps((what, seconds)))
 
 
 def _join(setting: _Setting, rank: int, path: str) -> Any:
@@ -296,20 +294,21 @@ def _watch(setting: _Setting, pids: Sequence[int], receivers: Sequence[Connectio
 
 
 def _read(setting: _Setting, rank: int, pid: int, receiver: Any) -> End | float:
-    """How it ended, or how long it is about to stop."""
+    """How it ended, or for how many seconds it is about to stop."""
     try:
-        told = pickle.loads(receiver.recv_bytes())
+        told: End | float = pickle.loads(receiver.recv_bytes())
+        return told
     except EOFError:
         if rank in setting.faults.killed():
             return End(rank, "killed")
-        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        code = -status.si_status if status and status.si_code != os.CLD_EXITED else (status.si_status if status else 0)
+        how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert how is not None  # it waits
+        code = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
         return End(rank, "died", text=errors.format_exit(code))
-    return told if isinstance(told, End) else float(told[1])
 
 
 def _where_processes(hung: Sequence[int], pids: Sequence[int]) -> dict[int, End]:
-    """Where ranks are that did not end, with the sentence that says why."""
+    """Where the ranks that did not end are, with the sentence that says why."""
     from symcomm.observe.analysis.verdict import judge
     from symcomm.observe.top.ask import format_stacks
     from symcomm.observe.top.jobs import JobFacts

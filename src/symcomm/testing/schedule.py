@@ -18,7 +18,7 @@ HOOK = (1 << 40) + 1
 
 
 class Schedule:
-    """``ranks``: whose turn it is, call by call; without, the order is recorded. ``order`` is what was."""
+    """Plays the order ``ranks``, call by call. Without it, records who came when as ``order``."""
 
     def __init__(self, ranks: Sequence[int] = ()):
         self.wanted = tuple(ranks)

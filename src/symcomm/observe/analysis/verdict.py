@@ -173,7 +173,7 @@ def _last_group(one: RankTrace) -> str:
 
 
 def _noticed_mismatch(calls: RecordedCalls) -> Verdict | None:
-    """A mismatch that the ranks found themselves, so that ranks that ended later ended because of it."""
+    """A mismatch that the ranks noticed themselves: ranks that ended later ended because of it."""
     seen = any(op.state == "mismatch" for group in calls.groups for op in group.last.values())
     return _mismatch(calls) if seen else None
 

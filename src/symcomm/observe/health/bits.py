@@ -43,11 +43,11 @@ def version_of(library: str) -> str:
         return "not installed"
 
 
-def what_must_be_equal(cpuinfo: Path = CPUINFO) -> dict[str, str]:
+def what_must_be_equal() -> dict[str, str]:
     """By name; the last is a hash of the others, for comparing machines at a glance."""
     threads = os.environ.get("OMP_NUM_THREADS") or f"not set: all {len(os.sched_getaffinity(0))} cores of a rank"
     found = {
-        "CPU": cpu_model(cpuinfo),
+        "CPU": cpu_model(),
         "instruction set": instruction_set(),
         **{library: version_of(library) for library in LIBRARIES},
         "threads per rank": threads,

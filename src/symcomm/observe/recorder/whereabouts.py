@@ -1,7 +1,7 @@
 """Where ranks are in their programs, asked through their arenas: without a server, a folder, or leave to trace them.
 
-Whoever has mapped a rank's arena asks by raising a number in it. A thread of the C core there notices, whatever the
-program does, and has ``answer`` called as soon as the interpreter lock is to be had (``_core/observe/whereabouts.c``).
+Whoever has mapped a rank's arena asks by raising a number in it. A thread of the C core notices that, whatever the
+program does, and calls ``answer`` as soon as it gets the interpreter lock (``_core/observe/whereabouts.c``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Question:
 
 
 def _parsed(text: bytes) -> list[ThreadStack]:
-    """Another process wrote it, maybe another user's: what is not as it should be is no answer."""
+    """Another process wrote it, maybe another user's, so anything malformed counts as no answer."""
     try:
         facts: Any = json.loads(text)
         stacks = [ThreadStack.from_dict(one) for one in facts]

@@ -1,7 +1,7 @@
 """Asks a running job's processes on demand: where its ranks are in the program, and the store's keys.
 
-Ranks are asked through their arenas (``recorder/whereabouts.py``). Of one whose interpreter lock is not to be had,
-py-spy and the kernel know a little.
+Ranks are asked through their arenas (``recorder/whereabouts.py``). Where native code holds a rank's interpreter lock,
+py-spy and the kernel still know a little.
 """
 
 from __future__ import annotations

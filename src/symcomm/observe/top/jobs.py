@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from symcomm import errors
@@ -106,10 +105,7 @@ def _facts(pids: list[int]) -> JobFacts:
     return JobFacts(command_of(pids[0]), pids, names)
 
 
-Ancestors = Callable[[int], set[int]]
-
-
-def choose_jobs(who: str, wanted: str | None, jobs: list[JobFacts], above: Ancestors = ancestors_of) -> list[JobFacts]:
+def choose_jobs(who: str, wanted: str | None, jobs: list[JobFacts]) -> list[JobFacts]:
     """The jobs that match a pid (of a rank, or of an ancestor of ranks) or a name; without one, all."""
     if not jobs:
         raise errors.ResourceError(
@@ -119,15 +115,15 @@ def choose_jobs(who: str, wanted: str | None, jobs: list[JobFacts], above: Ances
         return jobs
     found = [job for job in jobs if wanted in job.names]
     if not found and wanted.isdigit():
-        found = [job for job in jobs if any(int(wanted) in above(pid) for pid in job.pids)]
+        found = [job for job in jobs if any(int(wanted) in ancestors_of(pid) for pid in job.pids)]
     if not found:
         raise errors.bad_argument(who, "JOB", wanted, f"the pid or name of a job; there are: {_listed(jobs)}")
     return found
 
 
-def choose_job(who: str, wanted: str | None, jobs: list[JobFacts], above: Ancestors = ancestors_of) -> JobFacts:
-    """The same if exactly one must match."""
-    found = choose_jobs(who, wanted, jobs, above)
+def choose_job(who: str, wanted: str | None, jobs: list[JobFacts]) -> JobFacts:
+    """The one job that matches; refuses several."""
+    found = choose_jobs(who, wanted, jobs)
     if len(found) > 1:
         raise errors.BadArgumentError(f"{who}: there are {len(found)} jobs; name one by a pid: {_listed(found)}.")
     return found[0]
