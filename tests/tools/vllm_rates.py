@@ -23,17 +23,17 @@ from typing import Any
 from tests.programs.vllm import environment
 from tests.programs.vllm_engine import make_model
 
-VARIANTS = {"Symcomm": "symcomm", "vLLM's shm": "", "Gloo": "gloo"}
+VARIANTS = {"Symcomm": "symcomm", "sleeping": "symcomm,sleep", "shm": "none", "shm, sleeping": "sleep", "Gloo": "gloo"}
 KINDS = {"prefill": (1, 256), "decode": (32, 16)}  # tokens made, tokens of each prompt
 
 
 class Engine:
-    def __init__(self, plugin: str, asked: dict[str, Any], folder: Path, bind: str):
+    def __init__(self, plugin: str, asked: dict[str, Any], folder: Path, bind: str, how: str):
         environ = environment(plugin, folder) | {"VLLM_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": "1"}
-        self.log = folder / f"{plugin or 'shm'}.log"
+        self.log = folder / f"{plugin}.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.programs.vllm_engine", "turns", json.dumps(asked)],
+                [sys.executable, "-m", "tests.programs.vllm_engine", how, json.dumps(asked)],
                 env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             )  # fmt: skip
         self.hear()
@@ -81,6 +81,7 @@ def main() -> None:
     ask.add_argument("--dtype", default="bfloat16")
     ask.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     ask.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    ask.add_argument("--fork", action="store_true", help="start vLLM's processes as forks: faster on a busy machine")
     options = ask.parse_args()
     with tempfile.TemporaryDirectory(prefix="symcomm-vllm-") as name:
         folder = Path(name)
@@ -90,7 +91,9 @@ def main() -> None:
         os.environ.setdefault("PYTHONPATH", "")
         try:
             for variant in options.variants:
-                engines[variant] = Engine(VARIANTS[variant], asked, folder, options.bind)
+                engines[variant] = Engine(
+                    VARIANTS[variant], asked, folder, options.bind, "forked" if options.fork else "turns"
+                )
             how = "compiled" if options.compiled else "eager"
             print(f"{options.model}, {options.dtype}, {how}, fastest (median) of {options.rounds} rounds", flush=True)
             measure(engines, options.batches, options.rounds)

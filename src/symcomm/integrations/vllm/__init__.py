@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from symcomm.integrations.vllm import last_words
+from symcomm import __version__
+from symcomm.integrations.vllm import last_words, queues
 from symcomm.undo import replace
 
 VARIABLE = "SYMCOMM_VLLM"
 TESTED = ("0.32",)
 COMMUNICATOR = "symcomm.integrations.vllm.communicator.Communicator"
 
-log = logging.getLogger("vllm.symcomm")  # vLLM shows what its own loggers say
-
 
 def register() -> None:
-    """Make vLLM's parallel groups of CPU ranks Symcomm's, where ``SYMCOMM_VLLM=1`` asks for that."""
-    if os.environ.get(VARIABLE, "").lower() not in ("1", "on", "yes", "true"):
+    """Make vLLM's parallel groups of CPU ranks Symcomm's, unless ``SYMCOMM_VLLM=0`` says no."""
+    if os.environ.get(VARIABLE, "").lower() in ("0", "off", "no", "false"):
         return
     platform = _cpu_platform()
     if platform is None or platform.get_device_communicator_cls() == COMMUNICATOR:
@@ -28,18 +26,29 @@ def register() -> None:
     found = _vllm_version()
     if not found.startswith(tuple(f"{tested}." for tested in TESTED)):
         warnings.warn(
-            f"symcomm: vLLM {found} is not among those that were tested ({', '.join(TESTED)}): it goes its own way.",
+            f"symcomm: vLLM {found} is not among those that were tested ({', '.join(TESTED)}): it goes its own way. "
+            f"{VARIABLE}=0 silences this.",
             stacklevel=2,
         )
+        os.environ[VARIABLE] = "0"  # for vLLM's other processes: one warning is enough
         return
     from symcomm.torch_backend.register import register as register_backend
 
     register_backend()
     replace(platform, "dist_backend", "symcomm")
     replace(platform, "get_device_communicator_cls", classmethod(lambda cls: COMMUNICATOR))
+    _mark_graphs()
+    queues.forget_names()
     if last_words.listen():
         last_words.tell_clients()
-        log.info("symcomm: groups of CPU ranks are Symcomm's, since %s is set.", VARIABLE)
+
+
+def _mark_graphs() -> None:
+    """vLLM keeps compiled graphs for the next start. Those that call its shared memory must not be taken for ours."""
+    from vllm import envs
+
+    factors = envs.compile_factors
+    replace(envs, "compile_factors", lambda: {**factors(), "SYMCOMM": __version__})
 
 
 def _cpu_platform() -> Any:

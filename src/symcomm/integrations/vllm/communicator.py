@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from typing import Any
 
@@ -15,22 +16,33 @@ from symcomm.integrations.vllm import experts, last_words
 
 HEAD_TAG, TENSOR_TAG = 1, 2
 
+log = logging.getLogger("vllm.symcomm")  # vLLM shows what its own loggers say
+_said = False
+
 
 class Communicator(CpuCommunicator):
     """Takes the place of vLLM's shared memory, and of Gloo, in groups of any size on one host and on several."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        cpu_group: Any,
+        device: Any = None,
+        device_group: Any = None,
+        unique_name: str = "",
+        *more: Any,
+        **named: Any,
+    ):
+        is_shared = unique_name.startswith(("tp", "pp"))  # by their names vLLM knows groups that get its shared memory
+        super().__init__(cpu_group, device, device_group, "" if is_shared else unique_name, *more, **named)
+        self.unique_name = unique_name
         self._ours = symcomm.of(self.device_group)
         self._name = self.unique_name or self._ours.name
         self._eager = _Speaking(self._ours)
         operators.announce(self._name, self._eager)
         self.supports_tensor_dict = True
-        if self.unique_name.startswith("ep"):
+        if unique_name.startswith("ep"):
             experts.mend()
-
-    def _all_group_ranks_share_shm_group_name(self) -> bool:
-        return False  # so that vLLM's own shared memory is not made
+        _say_so()
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -112,6 +124,14 @@ class Communicator(CpuCommunicator):
     def destroy(self) -> None:
         operators.withdraw(self._name)
         super().destroy()
+
+
+def _say_so() -> None:
+    """Once in a job."""
+    global _said
+    if not _said and torch.distributed.get_rank() == 0:
+        log.info("symcomm: groups of CPU ranks are Symcomm's; SYMCOMM_VLLM=0 leaves them as they were.")
+    _said = True
 
 
 class _Speaking:
