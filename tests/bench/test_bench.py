@@ -332,7 +332,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "one of int8, uint8" in refused("-d", "float7")
     assert "one of sum, prod" in refused("-o", "median")
     assert "a rank, 0 to 1" in refused("-r", "2")
-    assert "store, queue, kernels, attach, groups, ddp, steps" in refused("all_the_things")
+    assert "store, queue, kernels, attach, groups, ddp, shards, steps" in refused("all_the_things")
     assert "2 or more for p2p" in refused("p2p", "--ranks", "1")
     assert "some of gloo, mpich, openmpi" in refused("--against", "nccl")
     assert ".png or .svg" in refused("--plot", "figure.doc")

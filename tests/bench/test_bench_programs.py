@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from symcomm.bench import ddp_worker as bench_ddp_worker
 from symcomm.bench import groups as bench_groups
 from symcomm.bench import hosts as bench_hosts
 from symcomm.bench import run as bench_run
+from symcomm.bench import shards as bench_shards
 from symcomm.bench import sites as bench_sites
 from symcomm.bench import steps as bench_steps
 from symcomm.bench import store as bench_store
@@ -140,6 +142,53 @@ def test_ddp_on_every_side():
     assert all(min(f.turns) > 0 and 0 <= f.error < bench_ddp.TOLERANCE and f.peak >= 0 for f in found)
     convolutions, norms, heads = 9 * (3 * 2 + 2 * 4 + 4 * 8), 2 * (2 + 4 + 8), (128 + 1) * 16 + (16 + 1) * 10
     assert {f.parameters for f in found} == {convolutions + norms + heads}
+
+
+@pytest.mark.slow
+def test_shards_on_both_sides():
+    """Real ranks: the same bits with one shard a rank, or nothing is timed."""
+    ticks: list[str] = []
+    workload = bench_shards.ShardsWorkload(ranks=2, rounds=2, steps=1, models=("conv",), per_rank=(1, 2), scale=16)
+    found = bench_shards.run_shards_bench(workload, ticks.append)
+    assert [(f.model, f.per_rank) for f in found] == [("conv", 1), ("conv", 2)]
+    assert len(ticks) == workload.turns == sum(len(f.plain) + len(f.shards) for f in found)
+    assert found[0].error == 0 <= found[1].error < bench_ddp.TOLERANCE
+    assert all(min(f.plain + f.shards) > 0 for f in found)
+
+
+class Other:
+    """A side whose weights are ``parameters``."""
+
+    def __init__(self, parameters: int):
+        self.parameters = parameters
+
+    def ask(self, what: str, order: dict) -> list[dict]:
+        return [{"losses": [1.0], "gradients": [{"some": [1.0], "size": 1.0}], "parameters": self.parameters}] * 2
+
+
+def test_shards_with_other_bits_are_not_timed():
+    sides: Any = {"plain": Other(1), "shards": Other(2)}
+    with pytest.raises(errors.SymcommError, match="1 shards a rank, ends with other bits than plain DDP"):
+        bench_shards._measure(sides, "conv", 1, bench_shards.ShardsWorkload(), print)
+
+
+def test_shards_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked = []
+
+    def stand_in(workload: bench_shards.ShardsWorkload, *_: object) -> list[bench_shards.ShardsMeasurement]:
+        asked.append(workload)
+        return [bench_shards.ShardsMeasurement("linear", 2, 1e-7, [0.1, 0.2, 0.2], [0.12, 0.22, 0.2])]
+
+    monkeypatch.setattr(bench_shards, "run_shards_bench", stand_in)
+    path = tmp_path / "shards.json"
+    picture = ["--plot", str(tmp_path / "shards.svg")] if importlib.util.find_spec("matplotlib") else []
+    code, output = cli("shards", "--ranks", "4", "--quick", "--markdown", "--json", str(path), *picture)
+    assert code == 0, output
+    assert asked == [bench_shards.ShardsWorkload(4, **bench_shards.QUICK)]
+    assert "| linear | 2 | 200.0 | 200.0 | 1.10x |" in output and "bit for bit" in output
+    assert json.loads(path.read_text())["rows"][0]["shards"] == [0.12, 0.22, 0.2]
+    _, fastest = cli("shards", "--best", "--markdown")
+    assert "| linear | 2 | 100.0 | 120.0 | 1.20x |" in fastest
 
 
 @pytest.mark.slow

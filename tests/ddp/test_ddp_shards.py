@@ -101,6 +101,15 @@ def test_the_bits_of_as_many_ranks(name):
         assert [digest(one) == rank_0 for one in got] == [True] * ranks, ranks
 
 
+@pytest.mark.parametrize(("shards", "numbers"), [(3, (1, 3)), (6, (1, 3, 6)), (7, (1,))])
+def test_numbers_of_shards_that_are_no_power_of_two(shards, numbers):
+    arguments = (torch.float32, True, False, {})
+    want = symcomm.spawn(trained, shards, (0, *arguments), mode="threads", deadline=100)
+    for ranks in numbers:
+        got = symcomm.spawn(trained, ranks, (shards, *arguments), mode="threads", deadline=100)
+        assert {digest(one) for one in got} == {digest(want[0])}, ranks
+
+
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("ranks", [3, 5, 6])
 def test_ranks_without_shards_get_the_result(ranks, unused):

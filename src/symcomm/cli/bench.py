@@ -39,8 +39,8 @@ COLLECTIVES = (
 )  # fmt: skip
 # Each in a file of its own.
 OTHERS = (
-    "store", "queue", "kernels", "attach", "groups", "ddp", "steps", "compile", "gpu", "hosts", "noise", "sites",
-    "torch", "llm",
+    "store", "queue", "kernels", "attach", "groups", "ddp", "shards", "steps", "compile", "gpu", "hosts", "noise",
+    "sites", "torch", "llm",
 )  # fmt: skip
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
@@ -81,7 +81,7 @@ Rounds = Annotated[
         "--rounds",
         "N",
         "Turns that the sides take. "
-        "[default: 3; kernels, llm: 7; attach: 9; ddp, steps, compile, groups: 10; hosts: 5; torch: 15]",
+        "[default: 3; kernels, llm: 7; attach: 9; ddp, shards, steps, compile, groups: 10; hosts: 5; torch: 15]",
     ),
 ]
 Symmetric = Annotated[bool, flag("--symmetric", "Only tensors in symmetric memory.")]
@@ -400,6 +400,7 @@ def bench(
       symcomm bench queue
       symcomm bench groups --ranks 4
       symcomm bench ddp
+      symcomm bench shards
       symcomm bench steps --heap
       symcomm bench compile --quick
       symcomm bench llm --ranks 2

@@ -1,4 +1,4 @@
-"""``torch.compile`` on our backend: each check runs on two forked ranks with groups of its own.
+"""``torch.compile`` on our backend: each check runs on two forked ranks, or four, with groups of its own.
 
 ``python -m tests.compile.checks`` runs all of them (or those named); test_compile_checks.py makes tests of
 that.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +25,21 @@ WORLD = 2
 CHECKS: dict[str, tuple[Callable[[int, str], None], int]] = {}
 
 
-def check(function: Callable[[int], None]) -> Callable[[int], None]:
+def check(function: Callable[[int], None], world: int = WORLD) -> Callable[[int], None]:
     """A check gets its rank; the default group exists."""
 
     def run(rank: int, path: str) -> None:
         # Scalar code compiles in a third of the time, and what is tested is between the kernels.
-        with joined(rank, path), config.patch({"cpp.simdlen": 1, "compile_threads": 1}):
+        with joined(rank, path, world=world), config.patch({"cpp.simdlen": 1, "compile_threads": 1}):
             torch._dynamo.reset()
             torch.manual_seed(rank)
             function(rank)
 
-    CHECKS[function.__name__] = (run, WORLD)
+    CHECKS[function.__name__] = (run, world)
     return function
+
+
+check_on_four = partial(check, world=4)
 
 
 @contextlib.contextmanager

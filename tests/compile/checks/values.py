@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from tests.compile.checks import Compiled, alike, as_eager, check, gradients, second_group
+from symcomm.collectives.tree import combine
+from tests.compile.checks import Compiled, alike, as_eager, check, check_on_four, gradients, second_group
 
 ops = torch.ops._c10d_functional
 wait = ops.wait_tensor
@@ -38,6 +42,28 @@ def every_operator(rank: int) -> None:
         assert len(compiled.records) == 9, compiled.records
         assert all(record.zero_copy for record in compiled.records), compiled.records
         assert ("wait_tensor" in compiled.code) is not choice
+
+
+@check_on_four
+def sums_are_the_tree_over_ranks(rank: int) -> None:
+    """However they are lowered, of any size, alone or in a bucket: bit for bit NumPy's additions in that order."""
+    counts = (64, 5000, 300_000)
+
+    def inputs(of: int) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(of)
+        sizes = torch.randint(-9, 6, (max(counts),), generator=draw).float().exp2()
+        return [torch.randn(count, generator=draw) * sizes[:count] for count in counts]
+
+    def function(*several: torch.Tensor) -> list[torch.Tensor]:
+        sums = [wait(ops.all_reduce(a * 2, "sum", "0")) for a in several]
+        return sums + [wait(ops.reduce_scatter_tensor(a * 2, "sum", 4, "0")) for a in several]
+
+    shares = [[(2 * a).numpy() for a in of_rank] for of_rank in zip(*map(inputs, range(4)), strict=True)]
+    sums = [torch.from_numpy(combine(np.add, of_ranks)) for of_ranks in shares]
+    one_by_one = torch.from_numpy(functools.reduce(np.add, shares[0]))
+    assert not torch.equal(one_by_one, sums[0]), "the comparison can fail"
+    for options in ({"block": True, "bucket": False}, {"block": False, "bucket": True}):
+        alike(Compiled(function, *inputs(rank), **options).result, [*sums, *(whole.chunk(4)[rank] for whole in sums)])
 
 
 @check

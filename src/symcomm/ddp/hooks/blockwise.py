@@ -1,8 +1,8 @@
 """Gradients travel as int8 or fp8, with a scale for each block.
 
-Each rank owns one share of a bucket. Quantised shares go to their owners (all-to-all), which add them up in float32;
-the quantised means go to everybody (all-gather). Every rank, the owner too, uses what was gathered, so all hold the
-same bits. A rank sends 2 (n - 1) / n times the quantised bytes, as in an all-reduce of them.
+Each rank owns one share of a bucket. Quantised shares go to their owners (all-to-all), which add them up in float32, as
+a tree over ranks; the quantised means go to everybody (all-gather). Every rank, the owner too, uses what was gathered,
+so all hold the same bits. A rank sends 2 (n - 1) / n times the quantised bytes, as in an all-reduce of them.
 """
 
 # No postponed annotations in modules with hooks: DDP compares a hook's annotations with the types themselves.
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symcomm.collectives.tree import combine
 from symcomm.ddp.hooks._exchange import all_gather, all_to_all, when_done
 from symcomm.ddp.hooks._state import HookState, at_least, callbacks_only_compute, one_of
 
@@ -71,7 +72,8 @@ def quantised_mean(
     dtype = flat.dtype
     values = torch.nn.functional.pad(flat, (0, world * blocks * block - count)).view(world, blocks, block)
     sent = codec.pack(values)
-    mean = codec.unpack(all_to_all(sent, group), blocks, dtype).sum(0, keepdim=True).div_(world)
+    received = codec.unpack(all_to_all(sent, group), blocks, dtype)
+    mean = combine(torch.add, received.split(1)) / world
     mine = codec.pack(mean)
     work, rows = all_gather(mine, group)
     future = when_done(work, lambda: codec.unpack(rows, blocks, dtype).view(-1)[:count])
