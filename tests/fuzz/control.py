@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import logging
 import random
@@ -31,7 +32,7 @@ from symcomm.hierarchical.session import Caller
 from symcomm.membership.quorum_board import QuorumBoard
 from symcomm.store.address import LOOPBACK
 from symcomm.types import DType
-from symcomm.windows.hosts import Arrivals, Inbox
+from symcomm.windows.hosts import Arrivals, deliver
 from tests.fuzz.common import AT_ONCE, BATCH, Holdings, arguments, connect, damaged, pump
 from tests.support.ranks import until
 
@@ -70,8 +71,7 @@ class Victim:
         self.matcher, self.rounds, self.board = MessageMatcher(self), Rounds(self), QuorumBoard(self)
         self.refusals = RefusalsAcrossHosts(self)
         self.windows = Arrivals(torch.frombuffer(self.memory, dtype=torch.uint8)[GUARD : GUARD + ROOM], self.cond)
-        inbox = Inbox()
-        inbox.open[0] = self.windows
+        inbox = functools.partial(deliver, {0: self.windows})
         self._handlers = {"window": inbox, "honest": lambda rank, header, payload: self.honest.append(bytes(payload))}
         self._post()
 
@@ -147,7 +147,7 @@ def rank_frame(rng: random.Random) -> tuple[dict[str, Any], bytes]:
     usual: dict[str, Any] = {
         "number": rng.randrange(4), "tag": rng.randrange(3), "dtype": int(DType.UINT8), "nbytes": ROOM, "real": True,
         "inline": rng.random() < 0.8, "survey": 0, "seq": 1, "call": "x", "site": "y", "awaits": "w",
-        "ended": {"1": "died"},
+        "ended": {"1": "died"}, "place": "p", "where": False,
         "fault": "gone", "story": "z", "ranks": [1], "origin": 1, "seconds": 1.0, "topic": "t", "item": "x",
         "signature": [0] * 6, "window": 0, "start": rng.choice((0, 4, 8)), "step": rng.choice(STEPS),
         "proposal": [1, 1], "value": [1, 1, "AQ==", True, 1], "accepted": [[1, 1], [1, 1, "AQ==", True, 1]],

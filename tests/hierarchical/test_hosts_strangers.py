@@ -428,7 +428,7 @@ def test_a_rank_that_sends_what_none_does_loses_its_connection(what: str) -> Non
 
     def rank(g: Any) -> Any:
         memory = torch.full((64,), 7, dtype=torch.uint8)
-        _inbox_of(g).open[0] = window = Arrivals(memory[:16], g.cond)
+        _inbox_of(g)[0] = window = Arrivals(memory[:16], g.cond)
         work = g.irecv(memory[:16], 1) if g.rank == 0 else None
         done.wait(30)
         if g.rank == 1:

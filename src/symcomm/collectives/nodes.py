@@ -85,11 +85,11 @@ def grid_of(nodes: Sequence[int], least: int, subtrees: bool) -> Grid | None:
     return Grid(count, width) if all(len(block) == 1 for block in blocks) else None
 
 
-def chunk_in(room: int, nbytes: int, limits: Limits, width: int, lines: int) -> int:
+def chunk_in(room: int, nbytes: int, limits: Limits, width: int, lines: int, most: int = 0) -> int:
     """Bytes of a chunk, of which ``room`` fit, whose ``width`` slices start at cache lines. ``lines``: those of a
-    staging area for the smallest one."""
+    staging area for the smallest one; ``most``: bytes of the largest one, chunk_bytes unless given."""
     least = LINE * width
-    most = max(min(limits.chunk_bytes, room) // least, 1) * least
+    most = max(min(most or limits.chunk_bytes, room) // least, 1) * least
     if most > room:
         raise too_small(limits.stage_bytes, lines * LINE)
     return up(-(-nbytes // -(-nbytes // most)), least)
@@ -97,11 +97,7 @@ def chunk_in(room: int, nbytes: int, limits: Limits, width: int, lines: int) -> 
 
 def lane_bytes(nbytes: int, limits: Limits, chunks: int, most: int) -> int:
     """Bytes of a chunk of at most ``most``, ``chunks`` of which a staging area has room for."""
-    room = limits.stage_bytes // chunks // LINE * LINE
-    if not room:
-        raise too_small(limits.stage_bytes, chunks * LINE)
-    most = max(min(most, room) // LINE, 1) * LINE
-    return up(-(-nbytes // -(-nbytes // most)), LINE)
+    return chunk_in(limits.stage_bytes // chunks, nbytes, limits, 1, chunks, max(most, 1))
 
 
 def wait_for(ranks: Sequence[int]) -> list[Wait]:

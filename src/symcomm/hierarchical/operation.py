@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 import zlib
 from array import array
@@ -19,7 +20,7 @@ from symcomm.hierarchical.intra_host import HostRanks
 from symcomm.hierarchical.leader_links import LeaderLinks
 from symcomm.hierarchical.presence import Presence
 from symcomm.hierarchical.refusal import RefusalsAcrossHosts
-from symcomm.hierarchical.scratch import Scratch, ScratchBuffer
+from symcomm.hierarchical.scratch import Scratch
 from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.hierarchical.topology import Layout
 from symcomm.types import DType
@@ -84,7 +85,7 @@ class Operation:
         self._seconds = timeout
         self._deadline = time.monotonic() + timeout
         self._site = site
-        self._borrowed: list[ScratchBuffer] = []
+        self._borrowed: dict[int, Any] = {}  # scratch memory, by its address
 
     # --- synchronization --------------------------------------------------------------------------------------
 
@@ -247,19 +248,16 @@ class Operation:
     def borrow(self, nbytes: int) -> int:
         """Address of scratch memory that all ranks of the host can read, until ``give_back`` or the operation's end."""
         piece = self._scratch.take(nbytes)
-        self._borrowed.append(piece)
-        return piece.address
+        self._borrowed[address := ctypes.addressof(piece)] = piece
+        return address
 
     def give_back(self, address: int) -> None:
-        piece = next(p for p in self._borrowed if p.address == address)
-        self._borrowed.remove(piece)
-        self._scratch.give(piece)
+        self._scratch.give(self._borrowed.pop(address))
 
     def end(self) -> None:
         """Give all memory back. After a failure it is kept instead, since the engine may still write there."""
-        for piece in self._borrowed:
-            self._scratch.give(piece)
-        self._borrowed = []
+        for address in list(self._borrowed):
+            self.give_back(address)
 
     # --- chunks -----------------------------------------------------------------------------------------------
 

@@ -8,14 +8,8 @@ from typing import Any
 
 from symcomm.memory.arena import Arena
 
+Piece = ctypes.Array[Any]
 KEEP_BYTES = 64 << 20  # what is kept for the next operation
-
-
-class ScratchBuffer:
-    def __init__(self, memory: ctypes.Array[Any]):
-        self.memory = memory
-        self.address = ctypes.addressof(memory)
-        self.nbytes = len(memory)
 
 
 class Scratch:
@@ -23,20 +17,20 @@ class Scratch:
 
     def __init__(self, arena: Arena):
         self.arena = arena
-        self._free: dict[int, list[ScratchBuffer]] = {}
+        self._free: dict[int, list[Piece]] = {}
         self._kept = 0
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> ScratchBuffer:
+    def take(self, nbytes: int) -> Piece:
         size = 1 << max(12, (nbytes - 1).bit_length())
         with self._lock:
             if pieces := self._free.get(size):
                 self._kept -= size
                 return pieces.pop()
-        return ScratchBuffer(self.arena.buffer(size))
+        return self.arena.buffer(size)
 
-    def give(self, piece: ScratchBuffer) -> None:
+    def give(self, piece: Piece) -> None:
         with self._lock:
-            if self._kept + piece.nbytes <= KEEP_BYTES:
-                self._free.setdefault(piece.nbytes, []).append(piece)
-                self._kept += piece.nbytes
+            if self._kept + len(piece) <= KEEP_BYTES:
+                self._free.setdefault(len(piece), []).append(piece)
+                self._kept += len(piece)

@@ -271,13 +271,11 @@ class _Attempt:
     def is_stale(self) -> bool:
         """Whether another rank of our generation has arrived anew since."""
         marks = {b"", *(token.encode() for token in self.tokens), *(f"!{token}".encode() for token in self.tokens)}
-        return any(mark not in marks for mark in self._marks().values())
-
-    def _marks(self) -> dict[int, bytes]:
-        """What the other ranks of our generation have left where they arrive: a token, one after "!", or nothing."""
-        return {rank: value[: TOKEN + value.startswith(b"!")] for rank, value in self._left_here().items()}
+        return any(value[: TOKEN + value.startswith(b"!")] not in marks for value in self._left_here().values())
 
     def _left_here(self) -> dict[int, bytes]:
+        """What the other ranks of our generation have left where they arrive: a token, or one after "!" and why they
+        gave up, or nothing."""
         found: dict[int, bytes] = {}
         for rank in (r for r in range(len(self.tokens)) if r != self.rank):
             with contextlib.suppress(RuntimeError, errors.SymcommError):  # no store any more, or one that cannot tell

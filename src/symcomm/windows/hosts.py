@@ -12,6 +12,8 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
@@ -65,26 +67,22 @@ class Arrivals:
             self._memory = None
 
 
-class Inbox:
-    """The windows of a group that can receive messages. Dropped windows get none."""
-
-    def __init__(self) -> None:
-        self.open: weakref.WeakValueDictionary[int, Arrivals] = weakref.WeakValueDictionary()  # by number
-
-    def __call__(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
-        arrivals = self.open.get(need(header, "window", is_number))
-        if arrivals is not None:
-            arrivals.note(rank, header, payload)
-
-
+Inbox = MutableMapping[int, Arrivals]  # by the number of the window; dropped windows get no messages
 _inboxes: weakref.WeakKeyDictionary[Any, Inbox] = weakref.WeakKeyDictionary()
 
 
 def _inbox_of(group: Any) -> Inbox:
     if group not in _inboxes:
-        _inboxes[group] = Inbox()
-        group.on_control(KIND, _inboxes[group])
+        _inboxes[group] = weakref.WeakValueDictionary()
+        group.on_control(KIND, partial(deliver, _inboxes[group]))
     return _inboxes[group]
+
+
+def deliver(inbox: Inbox, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
+    """Called in the control channel's thread."""
+    arrivals = inbox.get(need(header, "window", is_number))
+    if arrivals is not None:
+        arrivals.note(rank, header, payload)
 
 
 class HostsMemory(HostMemory):
@@ -95,7 +93,7 @@ class HostsMemory(HostMemory):
         self._number = number
         self._sent: Counter[int] = Counter()  # messages, by target
         self._arrivals = Arrivals(tensor, group.cond)
-        _inbox_of(group).open[number] = self._arrivals  # before any rank can know of it
+        _inbox_of(group)[number] = self._arrivals  # before any rank can know of it
 
     def connect(self, infos: Sequence[dict[str, Any]], tensor: TensorRef) -> None:
         self.infos, self.tensor = infos, tensor
