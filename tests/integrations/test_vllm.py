@@ -83,6 +83,18 @@ class MessageQueue:
         pass
 
 
+class MultiprocExecutor:
+    """Its workers take their time to end."""
+
+    def __init__(self, is_failed: bool):
+        self.is_failed, self.told = is_failed, []
+        self.response_mqs = [types.SimpleNamespace(shutdown=lambda: self.told.append("queue"))] * 2
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+        self.told.append("workers")
+
+
 def stand_in(platform: object) -> None:
     parts = {
         "vllm": {"envs": types.SimpleNamespace(compile_factors=lambda: {"VLLM_X": "1"})},
@@ -97,6 +109,8 @@ def stand_in(platform: object) -> None:
         "vllm.model_executor.layers.fused_moe.experts": {},
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe": {"CPUUnquantizedExperts": CPUUnquantizedExperts},
         "vllm.v1": {},
+        "vllm.v1.executor": {},
+        "vllm.v1.executor.multiproc_executor": {"MultiprocExecutor": MultiprocExecutor},
         "vllm.v1.engine": {},
         "vllm.v1.engine.exceptions": {"EngineDeadError": EngineDeadError},
     }
@@ -190,6 +204,17 @@ def test_names_of_queues_go_once_they_are_open():
         return *found, kept
 
     assert in_a_child(names) == (True, False, 5, True)
+
+
+def test_the_engine_stops_waiting_for_a_dead_worker_before_the_others_end():
+    def order() -> list[list[str]]:
+        registered("0.32.0", "")
+        failed, well = MultiprocExecutor(True), MultiprocExecutor(False)
+        for executor in (failed, well, failed):
+            executor.shutdown()
+        return [failed.told, well.told]
+
+    assert in_a_child(order) == [["queue", "queue", "workers", "workers"], ["workers"]]
 
 
 def test_experts_of_other_ranks_count_nothing_here():

@@ -39,6 +39,7 @@ def register() -> None:
     replace(platform, "get_device_communicator_cls", classmethod(lambda cls: COMMUNICATOR))
     _mark_graphs()
     queues.forget_names()
+    queues.wake_engine()
     if last_words.listen():
         last_words.tell_clients()
 

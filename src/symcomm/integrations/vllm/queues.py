@@ -1,4 +1,4 @@
-"""vLLM's message queues are files in /dev/shm, which stay there when processes are killed: their names go early."""
+"""vLLM's message queues: what killed processes would leave of them, and who waits for an answer of a dead one."""
 
 from __future__ import annotations
 
@@ -21,3 +21,18 @@ def forget_names() -> None:
             buffer.shared_memory.unlink()
 
     replace(MessageQueue, "wait_until_ready", wait_until_ready)
+
+
+def wake_engine() -> None:
+    """When a worker has died, vLLM's engine stops waiting for its answer before the others end, not seconds behind."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    end_workers = MultiprocExecutor.shutdown
+
+    def shutdown(self: Any) -> None:
+        if getattr(self, "is_failed", False) and not getattr(self, "shutting_down", False):
+            for queue in getattr(self, "response_mqs", ()):
+                queue.shutdown()
+        end_workers(self)
+
+    replace(MultiprocExecutor, "shutdown", shutdown)
