@@ -15,6 +15,7 @@ from symcomm.undo import replace
 VARIABLE = "SYMCOMM_VLLM_LAST_WORDS"
 PATIENCE = 0.5  # seconds; who found it out may be slower than who tells that something happened
 MOST = 2000
+RECENT = 30.0  # seconds; what is older was said about an engine that this process had before
 
 _fd = -1
 
@@ -36,17 +37,20 @@ def leave(error: BaseException) -> None:
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
-            os.write(fd, f"{str(error)[:MOST]}\n".encode())
+            said = " ".join(str(error).split())[:MOST]
+            os.write(fd, f"{time.monotonic()} {said}\n".encode())
         finally:
             os.close(fd)
 
 
 def heard(patience: float = PATIENCE) -> str:
-    """The first that was said, or nothing."""
+    """What was said first of late, or nothing."""
     end = time.monotonic() + patience
     while _fd >= 0:
-        if said := os.pread(_fd, MOST, 0).decode(errors="replace"):
-            return said.splitlines()[0]
+        for line in os.pread(_fd, 1 << 20, 0).decode(errors="replace").splitlines():
+            when, _, said = line.partition(" ")
+            if float(when) > time.monotonic() - RECENT:
+                return said
         if time.monotonic() > end:
             break
         time.sleep(0.01)
