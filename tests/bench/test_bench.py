@@ -154,10 +154,10 @@ def test_lines_have_as_many_cells_as_their_heads(peers: list[str]):
     """Whatever placements a collective has."""
     question = bench.make_question(
         bench.What("all", "float32", "sum", 0), [8, 1024], 2, ["ordinary", "symmetric"], ",".join(peers), SMALL,
-        pin=False, one_place=False,
+        pin=False, summary=False,
     )  # fmt: skip
     lines: list[str] = []
-    report = bench.Report(question, lines.append, summary=False, markdown=True, best=False)
+    report = bench.Report(question, bench.Wanted(True, False, None, None), lines.append)
     for case in question.cases:
         report.add([CaseResult(case, name, 2e-6, 1e-6, 0) for name in question.series])
     tables = [block.splitlines() for block in "\n".join(lines).split("**") if block.startswith("\n")]
@@ -178,8 +178,10 @@ def test_a_call_that_does_nothing_is_wrong_everywhere():
         def __init__(self, rank: int):
             self.np, self.rank, self.world, self.barrier = np, rank, 3, lambda: None
 
-        def call(self, case, source, result):
+        def call(self, case, *tensors):
             return lambda: None
+
+        one_sided = call
 
         def window(self, count, dtype):
             return None, self.empty(count, dtype, "ordinary")

@@ -237,9 +237,9 @@ def test_under_launchers(launcher, tmp_path):
     assert done.returncode == 0, done.stderr
     told = [exact(line.removeprefix("[rank 0] ")) for line in done.stderr.splitlines() if "symcomm: " in line]
     assert told == [
-        "symcomm: rank 0 has waited N s in all_reduce(float64 x 4, SUM) #2 on group 'world' at job.py:10 for rank 1 "
+        "symcomm: rank 0 has waited N s in all_reduce(float64 x 4, SUM) #1 on group 'world' at job.py:10 for rank 1 "
         "(pid N), which is at job.py:5 in next_batch.",
-        "symcomm: all_reduce(float64 x 4, SUM) #2 on group 'world' goes on: rank 1 came after N s.",
+        "symcomm: all_reduce(float64 x 4, SUM) #1 on group 'world' goes on: rank 1 came after N s.",
     ]
 
 

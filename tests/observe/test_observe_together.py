@@ -41,7 +41,7 @@ if group.rank == 1:
     next_batch()
 group.all_reduce(numpy.ones(4, "f"))
 """
-STUCK = "rank 1 has not called all_reduce #3 (world), which {} called at job.py:12; it is at job.py:5 in next_batch."
+STUCK = "rank 1 has not called all_reduce #2 (world), which {} called at job.py:12; it is at job.py:5 in next_batch."
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_rank_that_cannot_answer(start):
     """It hangs in native code that keeps the interpreter lock: its server is silent, and that is said in time."""
     job = start(2, 60.0, "--server", script_options=("native",))
     sentence = (
-        "rank 1 has not called all_reduce #3 (world), which rank 0 called at job.py:12; it (pid {}) runs no Python "
+        "rank 1 has not called all_reduce #2 (world), which rank 0 called at job.py:12; it (pid {}) runs no Python "
         "that could tell where it is."
     ).format(next(facts["pid"] for facts in server_registry.on_this_host() if facts["rank"] == 1))
     assert judged(job) == sentence

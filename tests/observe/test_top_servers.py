@@ -107,7 +107,7 @@ def test_a_job_by_its_ports(tmp_path):
                 verdict = str(live.verdict())
                 time.sleep(0.1)
             assert (
-                "rank 2 has not called all_reduce #22 (world), which ranks 0, 1 called at job.py:10; it is at job.py:9"
+                "rank 2 has not called all_reduce #21 (world), which ranks 0, 1 called at job.py:10; it is at job.py:9"
                 in verdict
             )
             os.kill(next(f["pid"] for f in facts if f["rank"] == 2), signal.SIGKILL)

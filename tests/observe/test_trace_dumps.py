@@ -104,9 +104,9 @@ def test_the_same_keys_and_types(both, name, read):
         assert set(mine) - {"duration_ms"} == set(other)  # torch has it too where it measures
         for key in set(other) - {"time_discovered_started_ns", "time_discovered_completed_ns"}:
             assert type(mine[key]) is type(other[key]), key
-        same = ("p2p_seq_id", "is_p2p", "profiling_name", "timeout_ms")
+        same = ("collective_seq_id", "p2p_seq_id", "is_p2p", "profiling_name", "timeout_ms")
         assert {k: mine[k] for k in same} == {k: other[k] for k in same}
-        for key in ("collective_seq_id", "op_id", "record_id"):
+        for key in ("op_id", "record_id"):
             assert mine[key] == other[key] + 1, key  # torch ran a barrier when it made the group on us
         assert mine["input_dtypes"] == other["input_dtypes"] and mine["output_dtypes"] == other["output_dtypes"]
 

@@ -297,7 +297,7 @@ def test_run_with_trace(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     sentence = (
-        "rank 1 has not called all_reduce #3 (world), which rank 0 called at job.py:11; "
+        "rank 1 has not called all_reduce #2 (world), which rank 0 called at job.py:11; "
         "it is at job.py:5 in next_batch."
     )
     assert f"  trace: {sentence}\n  more of it: `symcomm trace {tmp_path}/dumps`\n" in done.stderr

@@ -161,7 +161,7 @@ def test_where_ranks_are(tmp_path, launcher):
     assert code == 1
     first = text.splitlines()[0]
     assert first == (
-        "rank 1 has not called all_reduce #3 (world), which rank 0 called at job.py:13; "
+        "rank 1 has not called all_reduce #2 (world), which rank 0 called at job.py:13; "
         "it is at job.py:5 in next_batch."
     )
     assert not (tmp_path / "dumps").exists() or os.listdir(tmp_path / "dumps") == []

@@ -43,10 +43,6 @@ class AttachWorkload(Workload):
     kept: bool = True  # for groups to come
 
     @property
-    def cores(self) -> int:
-        return len(os.sched_getaffinity(0))
-
-    @property
     def where(self) -> str:
         return calibration.ROOMY if self.pinned else calibration.CROWDED
 
@@ -56,7 +52,7 @@ class AttachWorkload(Workload):
 
     @property
     def deadline(self) -> float:
-        return DEADLINE * max(1.0, self.ranks / self.cores)
+        return DEADLINE * max(1.0, self.ranks / len(os.sched_getaffinity(0)))
 
     @property
     def turns(self) -> int:

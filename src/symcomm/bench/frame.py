@@ -9,6 +9,8 @@ One of their sides, "alone", does not communicate: what a step takes above that 
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ from typing import Any, TypeVar
 
 from symcomm import errors
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Side, Tick
+from symcomm.bench.run import START_DEADLINE, Side, Tick
 from symcomm.bench.table import machine, times
 
 CALL = "symcomm bench"
@@ -116,6 +118,22 @@ def in_turns(those: Sequence[T], rounds: int) -> Iterator[T]:
     """All of ``those`` in every round, back and forth, so that a growing load hits all alike."""
     for number in range(rounds):
         yield from those[:: -1 if number % 2 else 1]
+
+
+@contextlib.contextmanager
+def forked(what: str, main: Callable[..., None], *args: Any) -> Iterator[tuple[Any, Any]]:
+    """A fork that runs ``main(*args, pipe)``: our end of the pipe, and what came first. It is killed at the end."""
+    context: Any = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=main, args=(*args, theirs), daemon=True)
+    process.start()
+    try:
+        if not ours.poll(START_DEADLINE):
+            raise errors.ResourceError(f"{CALL}: {what} did not start.")
+        yield ours, ours.recv()
+    finally:
+        process.kill()
+        process.join()
 
 
 def slowest(answers: Sequence[dict[str, Any]], name: str) -> float:

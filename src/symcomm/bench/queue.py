@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import multiprocessing as mp
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Asked, Workload, in_turns, pick
+from symcomm.bench.frame import Asked, Workload, forked, in_turns, pick
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.memory.limits import format_bytes
@@ -31,7 +31,6 @@ SIDES = {
 }
 MEMCPY = "memcpy"
 DEADLINE = 60.0
-STOP = "stop"
 MOST_BYTES = 1 << 20  # nobody pickles more of them, whose memory is new each time
 
 Row = dict[str, Any]
@@ -139,7 +138,8 @@ class _Ends:
 def _read(get: Callable[[], Callable[[], Any]], pipe: Any) -> None:
     take = get()
     pipe.send("there")
-    while not isinstance(message := take(), str):
+    while True:
+        message = take()
         pages = _look(message)
         pipe.send((time.perf_counter(), pages))
         del message
@@ -147,44 +147,34 @@ def _read(get: Callable[[], Callable[[], Any]], pipe: Any) -> None:
 
 @contextlib.contextmanager
 def _open(side: str) -> Iterator[_Ends]:
-    ctx: Any = mp.get_context("fork")
-    ours, theirs = ctx.Pipe()
-    put, get, close = _OPEN[side](ctx)
-    process = ctx.Process(target=_read, args=(get, theirs), daemon=True)
-    process.start()
+    put, get, close = _OPEN[side]()
     try:
-        if not ours.poll(DEADLINE):
-            raise errors.ResourceError(f"symcomm bench: the reader of {SIDES[side]} did not start.")
-        ours.recv()
-        yield _Ends(put, ours)
-        put(STOP)
-        process.join(DEADLINE)
+        with forked(f"the reader of {SIDES[side]}", _read, get) as (heard, _):
+            yield _Ends(put, heard)
     finally:
-        process.kill()
-        process.join()
         close()
 
 
-def _open_ours(ctx: Any) -> tuple[Any, Any, Any]:
+def _open_ours() -> tuple[Any, Any, Any]:
     from symcomm.sharing.queue import Queue, QueueReader
 
     queue = Queue(timeout=DEADLINE)
     return queue.put, lambda: QueueReader(queue.fileno(), timeout=DEADLINE).get, queue.close
 
 
-def _open_mp(ctx: Any) -> tuple[Any, Any, Any]:
-    queue = ctx.Queue()
+def _open_mp() -> tuple[Any, Any, Any]:
+    queue = multiprocessing.get_context("fork").Queue()
     return queue.put, lambda: queue.get, queue.close
 
 
-def _open_torch(ctx: Any) -> tuple[Any, Any, Any]:
+def _open_torch() -> tuple[Any, Any, Any]:
     import torch.multiprocessing
 
     queue: Any = torch.multiprocessing.get_context("fork").Queue()
     return queue.put, lambda: queue.get, queue.close
 
 
-def _open_zmq(ctx: Any) -> tuple[Any, Any, Any]:
+def _open_zmq() -> tuple[Any, Any, Any]:
     zmq: Any = importlib.import_module("zmq")
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

@@ -221,11 +221,6 @@ class Side:
         fix = f"Where {'it is' if len(pids) == 1 else 'they are'}:\n{where_are(pids, self.log)}"
         return errors.deadline(f"{self.call}: {self.name}, {what}", seconds, missing=numbers, fix=fix)
 
-    def give_up(self, what: str) -> None:
-        """The side stood still: end its ranks, so that the others can be measured."""
-        self.stood_still = what
-        self.close()
-
     def _read_line(self, rank: SideRank, what: str) -> dict[str, Any] | None:
         try:
             data = rank.connection.recv(1 << 16)
@@ -322,7 +317,8 @@ class _Series:
                 act(*args)
         except errors.DeadlineError as error:
             print(f"# {error}", file=sys.stderr, flush=True)
-            side.give_up(self.what)
+            side.stood_still = self.what
+            side.close()
         if side.stood_still:
             result.stood_still, result.reason = True, f"stood still in {side.stood_still}"
 

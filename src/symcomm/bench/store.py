@@ -10,13 +10,13 @@ import multiprocessing as mp
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from symcomm.bench import table as bench_table
-from symcomm.bench.frame import Asked, Workload, in_turns
+from symcomm.bench.frame import Asked, Workload, forked, in_turns
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.errors import ResourceError
@@ -74,7 +74,10 @@ def run_store_bench(workload: StoreWorkload, tick: Tick = quiet, seen: Seen = qu
     for side in workload.sides:
         _store_class(side)  # load it before forking, so that processes start quickly
     rows: list[Row] = []
-    with _servers(workload.sides, max([*workload.connect, *workload.clients, 1])) as ports:
+    _allow_files(max([*workload.connect, *workload.clients, 1]))
+    with contextlib.ExitStack() as stack:
+        servers = {side: forked(f"the server of the {SIDES[side]} store", _serve, side) for side in workload.sides}
+        ports = {side: stack.enter_context(server)[1] for side, server in servers.items()}
         for count in workload.clients:
             rows += _measure_calls(ports, count, workload.calls, tick)
             seen(rows)
@@ -103,7 +106,8 @@ def _connect(side: str, port: int) -> Any:
 # --- processes -------------------------------------------------------------------------------------------
 
 
-def _allow_files(count: int) -> None:
+def _allow_files(connections: int) -> None:
+    count = connections + 200
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return
@@ -116,28 +120,6 @@ def _serve(side: str, pipe: Any) -> None:
     store = _store_class(side)("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
     pipe.send(store.port)
     pipe.poll(None)  # until the other end is closed
-
-
-@contextlib.contextmanager
-def _servers(sides: Sequence[str], connections: int) -> Iterator[dict[str, int]]:
-    """One server process for each side; gives their ports."""
-    _allow_files(connections + 200)
-    ctx: Any = mp.get_context("fork")
-    ports, running = {}, []
-    try:
-        for side in sides:
-            ours, theirs = ctx.Pipe()
-            process = ctx.Process(target=_serve, args=(side, theirs), daemon=True)
-            process.start()
-            running.append((process, ours))
-            if not ours.poll(_DEADLINE):
-                raise ResourceError(f"symcomm bench: the server of the {SIDES[side]} store did not start.")
-            ports[side] = ours.recv()
-        yield ports
-    finally:
-        for process, _ in running:
-            process.kill()
-            process.join()
 
 
 @dataclass(frozen=True)
@@ -270,7 +252,7 @@ def _connect_one_by_one(client: _StoreClient, ports: dict[str, int], count: int)
 
 
 def _connect_some(client: _StoreClient, side: str, port: int, count: int) -> tuple[float, float]:
-    _allow_files(count + 200)
+    _allow_files(count)
     client.meet()
     begin = time.perf_counter()
     stores = [_connect(side, port) for _ in range(count)]

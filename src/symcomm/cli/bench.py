@@ -19,7 +19,7 @@ from symcomm import errors
 from symcomm.bench import pictures
 from symcomm.bench import table as bench_table
 from symcomm.bench.estimate import TimeLeft, in_words
-from symcomm.bench.frame import Asked, check_numbers
+from symcomm.bench.frame import Asked, check_numbers, has_core_each
 from symcomm.bench.peers import parse_peers, setup_peers
 from symcomm.bench.run import OURS, PLACES, Case, CaseResult, Effort, make_cases, measure, open_sides
 from symcomm.bench.worker import ONE_SIDED
@@ -202,6 +202,7 @@ class Question:
     peers: list[str]
     effort: Effort
     pinned: bool
+    summary: bool
 
     @property
     def series(self) -> list[str]:
@@ -210,15 +211,18 @@ class Question:
 
 def make_question(
     what: What, sizes: list[int], world: int, kinds: list[str], against: str, effort: Effort, *, pin: bool,
-    one_place: bool,
+    summary: bool,
 ) -> Question:  # fmt: skip
+    least = 2 if what.collective in ("p2p", *FAMILIES) else 1
+    check_numbers(what.collective, world, least, effort.rounds, iters=effort.iterations, warmup=effort.warmup)
+    if not 0 <= what.root < world:
+        raise errors.bad_argument("symcomm bench", "--root", what.root, f"a rank, 0 to {world - 1}")
     check_choice("WHAT", what.collective, [*COLLECTIVES, *FAMILIES, *OTHERS])
     check_choice("--datatype", what.dtype, DTYPES)
     check_choice("--op", what.op, OPS)
     names = FAMILIES.get(what.collective, (what.collective,))
-    cases = [case for n in names for case in make_cases(n, sizes, world, what.dtype, what.op, what.root, one_place)]
-    pinned = pin and world <= len(os.sched_getaffinity(0))
-    return Question(cases, world, kinds, parse_peers(against), effort, pinned)
+    cases = [case for n in names for case in make_cases(n, sizes, world, what.dtype, what.op, what.root, summary)]
+    return Question(cases, world, kinds, parse_peers(against), effort, pin and has_core_each(world), summary)
 
 
 # --- running -----------------------------------------------------------------------------------------------------
@@ -227,9 +231,8 @@ def make_question(
 class Report:
     """The tables of a question; prints a line as soon as its cases are measured."""
 
-    def __init__(self, question: Question, say: Callable[[str], None], *, summary: bool, markdown: bool, best: bool):
-        self._question, self._say = question, say
-        self._summary, self._markdown, self._best = summary, markdown, best
+    def __init__(self, question: Question, wanted: Wanted, say: Callable[[str], None]):
+        self._question, self._wanted, self._say = question, wanted, say
         self._table: bench_table.GrowingTable | None = None
         self._collective = ""
         self._unshown: list[CaseResult] = []  # of a size whose placements are not all measured yet
@@ -237,10 +240,10 @@ class Report:
     def add(self, results: list[CaseResult]) -> None:
         kinds, peers = self._question.kinds, self._question.peers
         collective = results[0].case.collective
-        if self._summary:
+        if self._question.summary:
             if self._table is None:
                 self._table = self._new_table("summary", bench_table.summary_head(kinds, peers))
-            self._table.add(bench_table.summary_row(results, kinds, peers, self._best))
+            self._table.add(bench_table.summary_row(results, kinds, peers, self._wanted.best))
             return
         if self._table is None or collective != self._collective:
             if self._table is not None:
@@ -250,15 +253,15 @@ class Report:
             self._collective = collective
         self._unshown += results
         if len(self._unshown) == len(PLACES[collective]) * len(self._question.series):
-            for row in bench_table.case_rows(self._unshown, self._question.world, kinds, peers, self._best):
+            for row in bench_table.case_rows(self._unshown, self._question.world, kinds, peers, self._wanted.best):
                 self._table.add(row)
             self._unshown = []
 
     def _new_table(self, title: str, head: list[str]) -> bench_table.GrowingTable:
-        return bench_table.GrowingTable(title, head, self._say, markdown=self._markdown)
+        return bench_table.GrowingTable(title, head, self._say, markdown=self._wanted.markdown)
 
 
-def run(question: Question, *, summary: bool, markdown: bool, best: bool) -> list[CaseResult]:
+def run(question: Question, wanted: Wanted) -> list[CaseResult]:
     """Measure every case on every series, and print rows as they come."""
     results: list[CaseResult] = []
     turns = len(question.cases) * len(question.series) * question.effort.rounds
@@ -267,9 +270,9 @@ def run(question: Question, *, summary: bool, markdown: bool, best: bool) -> lis
     rows = f"{len(question.cases)} measurements of {' and '.join(question.series)}"
     print(f"# {rows}, about {in_words(estimate.seconds_left())}", file=sys.stderr, flush=True)
     with progress(turns, estimate.seconds_left) as bar, open_sides(sides, question.world, question.pinned) as opened:
-        what = "fastest repetition" if best else "median of repetitions"
+        what = "fastest repetition" if wanted.best else "median of repetitions"
         bar.say(f"# {question.world} ranks, {on_cores(question.pinned)}; {what}\n")
-        report = Report(question, bar.say, summary=summary, markdown=markdown, best=best)
+        report = Report(question, wanted, bar.say)
         for case in question.cases:
             advance = functools.partial(bar, f"{case.collective} {format_bytes(case.nbytes)}")
             begun = time.monotonic()
@@ -289,7 +292,7 @@ def on_cores(pinned: bool) -> str:
     return f"{'pinned to' if pinned else 'free on'} {facts['cores']} cores, {facts['system']}"
 
 
-def print_foot(question: Question, results: list[CaseResult], *, summary: bool) -> None:
+def print_foot(question: Question, results: list[CaseResult]) -> None:
     print(f"# {load()} when done")
     for reason in bench_table.reasons(results):
         print(f"# -: {reason}")
@@ -298,14 +301,14 @@ def print_foot(question: Question, results: list[CaseResult], *, summary: bool) 
     wrong = sum(result.wrong or 0 for result in results)
     if question.effort.check:
         print(f"# wrong elements: {wrong}" + (" (values are NOT right)" if wrong else ""))
-    if summary and question.peers:
+    if question.summary and question.peers:
         goals = f"{bench_table.MPI_GOAL:g}x the best MPI, {bench_table.GLOO_GOAL:g}x gloo"
         print(f"# ratios: their time / our time; {bench_table.MISSED} marks what is below {goals}")
 
 
-def answer(question: Question, wanted: Wanted, *, summary: bool) -> None:
-    results = run(question, summary=summary, markdown=wanted.markdown, best=wanted.best)
-    print_foot(question, results, summary=summary)
+def answer(question: Question, wanted: Wanted) -> None:
+    results = run(question, wanted)
+    print_foot(question, results)
     wanted.write(
         f"{question.world} ranks on {os.uname().nodename}: time of one call, lower is better",
         lambda: bench_table.to_json(results, question.world, question.pinned),
@@ -436,17 +439,6 @@ def bench(
         if collective == "window":
             kinds = kinds[:1]  # the place of the tensor that is put does not matter
         sizes, ranks = pick_sizes(minbytes, maxbytes, factor, step, quick), 2 if ranks is None else ranks
-        bench_collective(what, sizes, ranks, kinds, against, effort, wanted, pin=pin, quick=quick)
-
-
-def bench_collective(
-    what: What, sizes: list[int], ranks: int, kinds: list[str], against: str, effort: Effort, wanted: Wanted, *,
-    pin: bool, quick: bool,
-) -> None:  # fmt: skip
-    least = 2 if what.collective in ("p2p", *FAMILIES) else 1
-    check_numbers(what.collective, ranks, least, effort.rounds, iters=effort.iterations, warmup=effort.warmup)
-    if not 0 <= what.root < ranks:
-        raise errors.bad_argument("symcomm bench", "--root", what.root, f"a rank, 0 to {ranks - 1}")
-    question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
-    need_torch(f"symcomm bench {what.collective}")
-    answer(question, wanted, summary=quick)
+        question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, summary=quick)
+        need_torch(f"symcomm bench {collective}")
+        answer(question, wanted)

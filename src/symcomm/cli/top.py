@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,13 +15,11 @@ from symcomm import errors
 from symcomm.cli.command import Command, argument, flag, option
 from symcomm.observe.top.feed import Feed, attach
 from symcomm.observe.top.jobs import choose_job, find_jobs
+from symcomm.observe.top.metrics import Meter, Spans
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.page import LOOPBACK, PageServer
 from symcomm.observe.top.servers_feed import attach_servers
 from symcomm.observe.top.simulate import SimulatedFeed
-
-if TYPE_CHECKING:
-    from symcomm.observe.top.metrics import Spans
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 TEXTFILE_S = 5.0  # how often a metrics file is written
@@ -95,7 +93,11 @@ def serve(live: Live, host: str, port: int, textfile: Path | None, spans: bool) 
         raise errors.bad_argument("symcomm top", "--port", port, "0 to 65535")
     meter = make_meter(required=textfile is not None)
     with contextlib.ExitStack() as stack:
-        observers = [make_spans(stack).add] if spans else []
+        observers = []
+        if spans:
+            made, finish = Spans.from_environment()
+            stack.callback(finish)
+            observers.append(made.add)
         server = stack.enter_context(PageServer(live, host, port))
         server.observers += observers
         if meter is not None:
@@ -116,18 +118,8 @@ def serve(live: Live, host: str, port: int, textfile: Path | None, spans: bool) 
             time.sleep(TEXTFILE_S)
 
 
-def make_spans(stack: contextlib.ExitStack) -> Spans:
-    from symcomm.observe.top.metrics import Spans
-
-    made, finish = Spans.from_environment()
-    stack.callback(finish)
-    return made
-
-
-def make_meter(required: bool) -> Any:
+def make_meter(required: bool) -> Meter | None:
     """None if the metrics library is missing and nobody asked for metrics."""
-    from symcomm.observe.top.metrics import Meter
-
     try:
         return Meter()
     except errors.ResourceError:

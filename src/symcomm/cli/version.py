@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import sys
 
@@ -10,6 +9,7 @@ import typer
 
 import symcomm
 from symcomm.cli.command import Command
+from symcomm.observe.health.bits import version_of
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -25,13 +25,6 @@ def core_line() -> str:
     return f"{path} ({'abi3: any Python from 3.10 on' if stable else 'for this Python only'})"
 
 
-def torch_line() -> str:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 @app.command(name="version", cls=Command)
 def version() -> None:
     """Say which Symcomm, Python, C core and torch this is.
@@ -44,4 +37,4 @@ def version() -> None:
     typer.echo(f"python  {platform.python_version()} ({sys.executable})")
     typer.echo(f"system  {platform.system()} {platform.release()} {platform.machine()}")
     typer.echo(f"C core  {core_line()}")
-    typer.echo(f"torch   {torch_line()}")
+    typer.echo(f"torch   {version_of('torch')}")

@@ -48,7 +48,8 @@ def make_group(
 def finish_meeting(group: Any, exchange: Exchange) -> None:
     """Return when all ranks have made ``group`` and nobody reads what was exchanged any more.
 
-    A rank that fails between the two tells the others, who would wait for it in the group's first operation."""
+    Its barrier has number 0, so that the program's calls count from 1. A rank that fails between the two tells the
+    others, who would wait for it there."""
     try:
         group.meet(exchange)
         group.barrier()

@@ -245,7 +245,7 @@ def _mismatch(group: Any, what: str, report: dict[str, Any], text: str, site: st
 
 
 def _last_seen(seen: dict[str, Any], seq: int) -> str:
-    if seen["seq"] == 0:
+    if seen["seq"] <= 0:
         return "before its first operation"
     last = f"{describe_call(seen['signature'], seen['count'])} #{seen['seq']}"
     return f"in {last}" if seen["seq"] >= seq else f"after {last}"

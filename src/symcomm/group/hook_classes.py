@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from symcomm import errors
@@ -20,20 +21,34 @@ def hooks_of(call: str, group: Any) -> Any:
     return core
 
 
-class NanCheckHook:
+class AttachedHook:
+    """A hook that ``attach`` has put on a group. ``kind``: which of its calls it sees."""
+
+    kind = ""
+
+    def __init__(self, core: Any, hook: Callable[..., None]):
+        self._core: Any = core
+        self._id = core.call_hooks.own_id()
+        core.call_hooks.register(self.kind, self._id, hook)
+
+    def remove(self) -> None:
+        """Let go of the group. A second time does nothing."""
+        core, self._core = self._core, None
+        if core is not None:
+            core.call_hooks.unregister(self.kind, self._id)
+
+
+class NanCheckHook(AttachedHook):
     """A call whose input holds a NaN raises, before anything is sent. Only what others would receive is looked at:
     inputs of floating-point and complex numbers, and a broadcast's tensor on its root.
 
     Raises: CallerError from the call that was given a NaN; BadArgumentError from ``attach``."""
 
-    def __init__(self, core: Any):
-        self._core: Any = core
-        self._id = core.call_hooks.own_id()
+    kind = "pre"
 
     @staticmethod
     def attach(group: Any) -> NanCheckHook:
         core = hooks_of("NanCheckHook.attach", group)
-        hook = NanCheckHook(core)
         rank, name = core.rank, core.name
 
         def check(args: PreHookArgs) -> None:
@@ -44,14 +59,7 @@ class NanCheckHook:
                     what = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
                     raise errors.nan_found(args.name.name, k, what, rank, name)
 
-        core.call_hooks.register("pre", hook._id, check)
-        return hook
-
-    def remove(self) -> None:
-        """Check no more. A second time does nothing."""
-        core, self._core = self._core, None
-        if core is not None:
-            core.call_hooks.unregister("pre", self._id)
+        return NanCheckHook(core, check)
 
 
 def _holds_nan(tensor: Any) -> bool:

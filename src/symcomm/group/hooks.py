@@ -54,13 +54,18 @@ def where_am_i(place: int) -> bytes:
 
 def seconds_of_long_waits() -> float:
     """SYMCOMM_HANG_SECONDS: how long a call waits before that is told; 0: it is never told."""
-    text = os.environ.get("SYMCOMM_HANG_SECONDS", "1")
+    return seconds_from("SYMCOMM_HANG_SECONDS", 1.0, "ProcessGroup")
+
+
+def seconds_from(variable: str, default: float, call: str) -> float:
+    """What a variable of the environment says; 0: never."""
+    text = os.environ.get(variable, "")
     try:
-        seconds = float(text)
+        seconds = float(text or default)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= 1e6:
-        raise bad_argument("ProcessGroup", "SYMCOMM_HANG_SECONDS", text, "a number of seconds, or 0 for never")
+        raise bad_argument(call, variable, text, "a number of seconds, or 0 for never")
     return seconds
 
 

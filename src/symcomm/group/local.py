@@ -133,6 +133,7 @@ class LocalGroup(ProcessGroup):
         self._retire.atexit = False  # the kernel takes it all
 
     def meet(self, exchange: Exchange) -> None:
+        self.handle.skip_number()
         check, pause = getattr(exchange, "check", None), MEETING_FIRST
         end = time.monotonic() + self.timeout
         while check is not None and not self.handle.announce(MEETING_LOOKS):

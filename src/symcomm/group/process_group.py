@@ -408,7 +408,9 @@ class ProcessGroup(GroupCalls, HookMethods):
 
     @abstractmethod
     def meet(self, exchange: Callable[[bytes], list[bytes]]) -> None:
-        """Return when all ranks have made this group; raises what one of them says in ``exchange`` that could not."""
+        """Return when all ranks have made this group; raises what one of them says in ``exchange`` that could not.
+
+        The operation that follows is not the program's: it has number 0."""
 
     @abstractmethod
     def _subgroup(self, choice: dict[int, tuple[int, int]], name: str, timeout: Timeout) -> ProcessGroup | None:

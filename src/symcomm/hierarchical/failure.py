@@ -125,16 +125,16 @@ class Failures:
         return "; ".join(parts)
 
     def late(
-        self, seq: int, seconds: float, whom: Collection[int], has_ended: Callable[[], bool] = lambda: False
+        self, seq: int | None, seconds: float, whom: Collection[int], has_ended: Callable[[], bool] = lambda: False
     ) -> None:
-        """A deadline passed while waiting for ``whom``, in operation ``seq``; 0: in a message that was half way.
+        """A deadline passed while waiting for ``whom``, in operation ``seq``; None: in a message that was half way.
         ``has_ended``: whether what it was for came in the end."""
         if self.verdict is not None:
             return
         group, answers = self._group(), self.survey()
         if has_ended():
             return
-        behind = [r for r, answer in answers.items() if answer["seq"] < seq]
+        behind = [r for r, answer in answers.items() if seq is not None and answer["seq"] < seq]
         silent = [r for r in range(group.size) if r not in answers]
         missing = sorted({*behind, *silent})
         if missing:
@@ -142,7 +142,7 @@ class Failures:
             last = [f"rank {r} was last seen {_last_seen(answers[r])}" for r in behind[:4]]
             last += [f"rank {r} does not answer (stopped, or cut off?)" for r in silent[:4]]
             story = f"did not come: {format_ranks(missing)}; arrived: {format_ranks(arrived)}; {'; '.join(last)}"
-        elif seq:
+        elif seq is not None:
             missing = sorted(whom)
             story = f"all arrived, but rank {format_ranks(missing)} did not go on (stopped, or a slow network?)"
         else:
@@ -265,5 +265,5 @@ class HierarchicalState(GroupState):
 
 
 def _last_seen(answer: dict[str, Any]) -> str:
-    last = f"after {answer['call']} #{answer['seq']}" if answer["seq"] else "before its first operation"
+    last = f"after {answer['call']} #{answer['seq']}" if answer["seq"] > 0 else "before its first operation"
     return f"{last} and {answer['awaits']}" if answer["awaits"] else last

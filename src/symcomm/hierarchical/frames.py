@@ -110,7 +110,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "cancelled": {"number": is_number},
     "ask": {"survey": is_number, "where": _is_bool},
     "answer": {
-        "survey": is_number, "seq": is_number, "call": _is_text, "site": _is_text, "awaits": _is_text,
+        "survey": is_number, "seq": _is_any_int, "call": _is_text, "site": _is_text, "awaits": _is_text,
         "ended": _is_ended, "place": _is_text,
     },
     "fail": {

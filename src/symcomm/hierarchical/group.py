@@ -207,6 +207,7 @@ class HierarchicalGroup(ProcessGroup):
         self._own(HierarchicalExecutor(self.state, parts), messages)
 
     def meet(self, exchange: Exchange) -> None:
+        self.state.doing, self.executor.submitted = (-1, "", ""), -1
         exchange(b"")
 
     def _make_engine(self, exchange: Exchange, check: Callable[[], None]) -> None:

@@ -128,7 +128,7 @@ class RemoteWork(AnyMessageWork):
         if group.failures.verdict is None and (lost := self._lost()):
             group.failures.gone(lost)
         if group.failures.verdict is None and not self._matcher.cancel(self):
-            group.failures.late(0, seconds, awaited)
+            group.failures.late(None, seconds, awaited)
         if group.failures.verdict is not None:
             self._matcher.forget(self)
             group.await_engine()
@@ -193,7 +193,7 @@ class LocalWork(AnyMessageWork):
         if isinstance(error, errors.RankFailedError):
             group.failures.gone([group.layout.here[r] for r in error.ranks])
         elif isinstance(error, errors.DeadlineError):
-            group.failures.late(0, group.timeout, [peer])
+            group.failures.late(None, group.timeout, [peer])
         else:
             group.failures.await_verdict()
         return group.state.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._work.started)

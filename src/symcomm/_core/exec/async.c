@@ -26,7 +26,7 @@ struct worker {
     pthread_cond_t changed;
     struct request *first, *last; /* with the lock held, as all up to `stopping` */
     const void *runner;           /* names the thread that has the turn; NULL: nobody */
-    uint64_t number;              /* of the last operation queued */
+    uint64_t number;              /* of the last operation queued, as g->seq counts */
     uint64_t queued;              /* how many were, ever */
     uint64_t wanted;              /* somebody waits for the one in this place, without running it */
     uint64_t seen;                /* what `queued` was when the thread last found nothing to do */
@@ -216,7 +216,8 @@ int async_submit(struct group *g, struct request *r) {
         atomic_fetch_add_explicit(&r->references, 1, memory_order_relaxed);
         bool idle = atomic_fetch_add_explicit(&w->pending, 1, memory_order_acquire) == 0;
         r->place = ++w->queued;
-        r->number = w->number = idle ? g->seq + 1 : w->number + 1;
+        w->number = idle ? g->seq + 1 : w->number + 1;
+        r->number = number_of(g, w->number);
         if (w->last) w->last->next = r;
         else w->first = r;
         w->last = r;

@@ -21,7 +21,7 @@ struct request {
     int64_t timeout;
     struct origin from;
     int64_t status;                     /* of exec_run(), valid once done */
-    uint64_t number;                    /* of the operation in its group, counted as g->seq is */
+    int64_t number;                     /* of the operation in its group, see number_of() */
     uint64_t place;                     /* in the queue, from 1 on; 0: it never stood there */
     _Atomic uint32_t done;              /* futex */
     int64_t submitted;                  /* ns */

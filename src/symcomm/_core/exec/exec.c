@@ -425,7 +425,7 @@ static int refuse_locked(const struct visit *v, const char *words, size_t n, int
 /* With the group's lock held. No plan: a call that is refused. */
 static struct flight_entry *record(struct group *g, const struct plan *p, uint64_t now, struct origin from,
                                    uint64_t *number) {
-    struct flight_facts facts = {.seq = g->seq + 1,
+    struct flight_facts facts = {.seq = (uint64_t)number_of(g, g->seq + 1),
                                  .signature = p ? signature_of(p) : REFUSED_CALL,
                                  .count = p ? (uint64_t)p->count : 0,
                                  .created = from.created ? from.created : now,
@@ -440,7 +440,7 @@ static struct flight_entry *record(struct group *g, const struct plan *p, uint64
 int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from) {
     struct visit v;
     if (!visit_lock(&v, g)) return STATUS_NESTED;
-    int64_t seq = (int64_t)g->seq + 1; /* also when it cannot run, and is not counted */
+    int64_t number_of_call = number_of(g, g->seq + 1); /* also when it cannot run, and is not counted */
     uint64_t now = symcomm_ticks(), number = 0;
     atomic_store_explicit(&g->started, now, memory_order_relaxed);
     g->recording = record(g, p, now, from, &number);
@@ -449,7 +449,7 @@ int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b,
     flight_end(g->recording, number, (int)status);
     g->recording = NULL;
     visit_unlock(&v);
-    return status ? status | seq << 8 : 0;
+    return status ? status | number_of_call << 8 : 0;
 }
 
 int64_t exec_refuse(struct group *g, const char *words, size_t n, int64_t timeout, struct origin from) {

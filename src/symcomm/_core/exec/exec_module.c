@@ -189,7 +189,7 @@ static PyObject *request_give_up(PyObject *Py_UNUSED(self), PyObject *capsule) {
 
 static PyObject *request_number(PyObject *Py_UNUSED(self), PyObject *capsule) {
     struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
-    return r ? PyLong_FromUnsignedLongLong(r->number) : NULL;
+    return r ? PyLong_FromLongLong(r->number) : NULL;
 }
 
 PyMethodDef group_exec_methods[] = {

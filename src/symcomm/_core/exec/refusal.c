@@ -67,6 +67,7 @@ void refusals_free(struct group *g) {
 static PyObject *refusal(PyObject *self, PyObject *number) {
     uint64_t seq = PyLong_AsUnsignedLongLong(number);
     if (PyErr_Occurred()) return NULL;
+    seq += (uint64_t)atomic_load(&group_of(self)->unnumbered);
     struct refusals *all = atomic_load(&group_of(self)->refusals);
     struct refusal found = {.seq = 0}; /* operations are counted from 1 */
     if (all) {

@@ -42,9 +42,10 @@ struct wait_counts {
 /* Fields are constant once the group is made, or atomic, unless their comment names who may use them. */
 struct group {
     int rank, world;
-    struct blocks *blocks;    /* what the ranks share: reached through a visit, see group/visit.h */
-    _Atomic uint64_t seq;     /* of the last operation */
-    _Atomic uint64_t started; /* when it began, in ticks */
+    struct blocks *blocks;      /* what the ranks share: reached through a visit, see group/visit.h */
+    _Atomic uint64_t seq;       /* of the last operation */
+    _Atomic int64_t unnumbered; /* how many of them were not the program's, which counts its own from 1 */
+    _Atomic uint64_t started;   /* when it began, in ticks */
     int64_t stage_bytes;
     _Atomic int64_t reserved_bytes; /* of each half of my own stage: how many bytes have pages */
     char **arena;                   /* per rank: where this process has mapped it */
@@ -78,6 +79,11 @@ struct group {
     struct ways collectives, messages, puts; /* statistics */
     struct copy_counts copies[COPIES_KINDS];
 };
+
+/* What an operation is called in words and records. */
+static inline int64_t number_of(const struct group *g, uint64_t seq) {
+    return (int64_t)seq - atomic_load_explicit(&g->unnumbered, memory_order_relaxed);
+}
 
 /* How many first looks a wait that begins now takes. Several threads of a rank may wait for messages at once. */
 static inline int spins_now(const struct group *g) { return atomic_load_explicit(&g->spin_now, memory_order_relaxed); }

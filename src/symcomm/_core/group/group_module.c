@@ -175,6 +175,11 @@ static PyObject *reserved(PyObject *self, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
+static PyObject *skip_number(PyObject *self, PyObject *Py_UNUSED(none)) {
+    atomic_fetch_add(&group_of(self)->unnumbered, 1);
+    Py_RETURN_NONE;
+}
+
 static PyObject *announce(PyObject *self, PyObject *arg) {
     int looks = (int)PyLong_AsLong(arg);
     if (PyErr_Occurred()) return NULL;
@@ -192,6 +197,7 @@ PyMethodDef group_life_methods[] = {
     METHOD(reclaim, METH_O, "(windows): each an address and its bytes; they become this rank's own again."),
     METHOD(reserved, METH_O, "(bytes): so much of each staging half has pages."),
     METHOD(set_timeout, METH_O, "(nanoseconds): of calls that do not say otherwise"),
+    METHOD(skip_number, METH_NOARGS, "(): the next operation is not the program's; those after it count from 1."),
     METHOD_AS(status, py_status, METH_NOARGS, "() -> 0, or the status it failed with"),
     {NULL, NULL, 0, NULL},
 };

@@ -5,13 +5,15 @@
 #include "sync/fail.h"
 
 struct rank_facts {
-    uint64_t seq, signature, count, progress;
+    int64_t seq; /* its number, as in struct group_facts */
+    uint64_t signature, count, progress;
     int gone, message;
 };
 
 /* The group at one moment. */
 struct group_facts {
-    uint64_t cause, abort_seq, seq;
+    uint64_t cause;
+    int64_t abort_seq, seq;
     struct rank_facts ranks[];
 };
 
@@ -20,7 +22,7 @@ static struct rank_facts look_at(const struct visit *v, int r) {
     uint64_t even = atomic_load(&c->arrival[0].seq), odd = atomic_load(&c->arrival[1].seq);
     struct arrival *last = &c->arrival[even > odd ? 0 : 1];
     return (struct rank_facts){
-        .seq = even > odd ? even : odd,
+        .seq = number_of(v->group, even > odd ? even : odd),
         .signature = atomic_load(&last->signature),
         .count = atomic_load(&last->count),
         .progress = atomic_load(&c->progress),
@@ -36,13 +38,15 @@ static void look_at_all(struct group *g, struct group_facts *facts) {
     visit_begin(&visit, g);
     struct control *me = block_of(&visit, g->rank);
     for (int r = 0; r < g->world; r++) facts->ranks[r] = look_at(&visit, r);
-    facts->cause = atomic_load(&me->abort), facts->abort_seq = atomic_load(&me->abort_seq);
+    facts->cause = atomic_load(&me->abort);
+    uint64_t aborted = atomic_load(&me->abort_seq);
+    facts->abort_seq = aborted ? number_of(g, aborted) : 0;
     visit_end(&visit);
-    facts->seq = g->seq;
+    facts->seq = number_of(g, g->seq);
 }
 
 static PyObject *rank_report(int r, const struct rank_facts *f) {
-    return Py_BuildValue("{s:i,s:K,s:K,s:K,s:K,s:i,s:i}", "rank", r, "seq", (unsigned long long)f->seq, "signature",
+    return Py_BuildValue("{s:i,s:L,s:K,s:K,s:K,s:i,s:i}", "rank", r, "seq", (long long)f->seq, "signature",
                          (unsigned long long)f->signature, "count", (unsigned long long)f->count, "progress",
                          (unsigned long long)f->progress, "gone", f->gone, "message", f->message);
 }
@@ -54,12 +58,13 @@ static PyObject *report(PyObject *self, PyObject *Py_UNUSED(none)) {
     look_at_all(g, facts);
     PyObject *ranks = PyList_New(0);
     for (int r = 0; ranks && r < g->world; r++) append_new(&ranks, rank_report(r, &facts->ranks[r]));
-    uint64_t cause = facts->cause, abort_seq = facts->abort_seq, seq = facts->seq;
+    uint64_t cause = facts->cause;
+    int64_t abort_seq = facts->abort_seq, seq = facts->seq;
     PyMem_Free(facts);
     if (ranks == NULL) return NULL;
-    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:d,s:N}", "status", (int)(cause & 0xff), "culprit",
+    return Py_BuildValue("{s:i,s:i,s:i,s:L,s:L,s:d,s:N}", "status", (int)(cause & 0xff), "culprit",
                          (int)(cause >> 8 & 0xffff), "origin", (int)(cause >> 24 & 0xffff), "abort_seq",
-                         (unsigned long long)abort_seq, "seq", (unsigned long long)seq, "running",
+                         (long long)abort_seq, "seq", (long long)seq, "running",
                          symcomm_seconds_since(atomic_load(&g->started)), "ranks", ranks);
 }
 
@@ -91,7 +96,8 @@ static PyObject *ways(PyObject *self, PyObject *Py_UNUSED(none)) {
 /* Whether this rank is the one that tells of long waits in an operation: the first that asks. */
 static PyObject *tells(PyObject *self, PyObject *arg) {
     struct group *g = group_of(self);
-    uint64_t seq = PyLong_AsUnsignedLongLong(arg), mine = seq << 16 | (uint64_t)g->rank;
+    uint64_t seq = PyLong_AsUnsignedLongLong(arg) + (uint64_t)atomic_load(&g->unnumbered),
+             mine = seq << 16 | (uint64_t)g->rank;
     if (PyErr_Occurred()) return NULL;
     struct visit visit;
     visit_begin(&visit, g);

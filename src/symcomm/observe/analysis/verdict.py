@@ -121,7 +121,7 @@ def _call(op: Operation) -> str:
 def _last_words(calls: RecordedCalls, rank: int, group: str) -> str:
     """``after all_reduce #11 (world)``, ``in all_reduce #12 (world)``"""
     last = calls.last_in(rank, group)
-    if last is None:
+    if last is None or last.seq <= 0:
         return "before its first operation"
     return f"{'after' if last.state == 'completed' else 'in'} {_call(last)}"
 

@@ -7,19 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from symcomm.errors import bad_argument
-from symcomm.group.hook_classes import hooks_of
+from symcomm.group.hook_classes import AttachedHook, hooks_of
 from symcomm.observe.recorder.dump import note, prefix_from_environment, torchs_prefix, write
 
 
-class FlightRecorderHook:
+class FlightRecorderHook(AttachedHook):
     """``attach(group)``: when the group is aborted or fails, this rank writes its records, in PyTorch's format, to the
     file that ``TORCH_FR_DUMP_TEMP_FILE`` names, or to PyTorch's default file.
 
     Raises: BadArgumentError from ``attach``."""
 
-    def __init__(self, core: Any):
-        self._core: Any = core
-        self._id = core.call_hooks.own_id()
+    kind = "abort"
 
     @staticmethod
     def attach(group: Any, global_ranks: Sequence[int] = ()) -> FlightRecorderHook:
@@ -33,12 +31,4 @@ class FlightRecorderHook:
             if prefix_from_environment() is None:  # else the tracer writes, for dead peers too
                 write(note(rank, os.getpid(), address), f"{torchs_prefix()}{rank}")
 
-        hook = FlightRecorderHook(core)
-        core.call_hooks.register("abort", hook._id, dump)
-        return hook
-
-    def remove(self) -> None:
-        """Stop writing. Idempotent."""
-        core, self._core = self._core, None
-        if core is not None:
-            core.call_hooks.unregister("abort", self._id)
+        return FlightRecorderHook(core, dump)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symcomm._core import native
-from symcomm.errors import bad_argument
+from symcomm.group.hooks import seconds_from
 from symcomm.observe.recorder.records import on_this_host
 
 DEFAULT_SECONDS = 30.0
@@ -31,16 +31,7 @@ _THREAD = struct.Struct("<i28s")
 
 def seconds_from_environment() -> float:
     """SYMCOMM_GIL_SECONDS: how long the lock may be held before that is reported; 0: never report."""
-    text = os.environ.get("SYMCOMM_GIL_SECONDS", "")
-    if not text:
-        return DEFAULT_SECONDS
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 1e6:
-        raise bad_argument("server", "SYMCOMM_GIL_SECONDS", text, "a number of seconds, or 0 for never")
-    return seconds
+    return seconds_from("SYMCOMM_GIL_SECONDS", DEFAULT_SECONDS, "server")
 
 
 def stall_of(peer: Any) -> str | None:
