@@ -36,7 +36,7 @@ from symcomm.hierarchical.operation import Parts
 from symcomm.hierarchical.p2p import HierarchicalMessages
 from symcomm.hierarchical.presence import Presence
 from symcomm.hierarchical.refusal import RefusalsAcrossHosts
-from symcomm.hierarchical.rounds import Rounds
+from symcomm.hierarchical.rounds import ControlExchange, Rounds
 from symcomm.hierarchical.scratch import Scratch
 from symcomm.hierarchical.shrink import shrink
 from symcomm.hierarchical.standoff import Lasting, Waits
@@ -419,7 +419,7 @@ class HierarchicalGroup(ProcessGroup):
             return None
         key = f"sub/{self._children}/{choice[self.rank][0]}"
         lifetime = self.timeout if timeout is None else to_ns(key, timeout) / 1e9
-        exchange = self.rounds.exchange_among(ranks, key, lifetime)
+        exchange = ControlExchange(self.rounds, ranks, key, lifetime)
         try:
             return self._of(ranks, exchange, label, lifetime)
         except Exception as error:

@@ -41,23 +41,6 @@ class Rounds:
         here = {r for r, how in group.local.gone().items() if how == Status.DEAD}
         return here | {r for r in group.layout.away if group.is_gone(r) and r not in group.left}
 
-    def exchange_among(
-        self,
-        ranks: Sequence[int],
-        topic: str,
-        timeout: float,
-        check: Callable[[], None] | None = None,
-        late: Callable[[list[int]], BaseException] | None = None,
-    ) -> ControlExchange:
-        """An exchange among ``ranks``, all of which call it equally often. ``check`` raises once waiting is useless; by
-        default, when one of them is gone, or the group has failed. ``late(missing)``: what to raise at the deadline."""
-        begun, what = time.monotonic(), f"new group from group {self.name!r}"
-        return ControlExchange(
-            self, ranks, topic, timeout,
-            check or (lambda: self.check_members(ranks, begun, what)),
-            late or (lambda missing: errors.deadline(what, timeout, missing=missing)),
-        )  # fmt: skip
-
     def publish(self, key: str, item: str, to: Sequence[int]) -> None:
         with self._group().cond:
             self._published[key, self.rank] = item
@@ -99,7 +82,9 @@ class Rounds:
 
 
 class ControlExchange:
-    """An exchange (see memory/share.py) among some ranks."""
+    """An exchange (see memory/share.py) among ``ranks``, all of which call it equally often. ``check`` raises once
+    waiting is useless; by default, when one of them is gone, or the group has failed. ``late(missing)``: what to raise
+    at the deadline."""
 
     def __init__(
         self,
@@ -107,11 +92,13 @@ class ControlExchange:
         ranks: Sequence[int],
         topic: str,
         timeout: float,
-        check: Callable[[], None],
-        late: Callable[[list[int]], BaseException],
+        check: Callable[[], None] | None = None,
+        late: Callable[[list[int]], BaseException] | None = None,
     ):
         self._rounds, self._ranks, self._topic, self._timeout = rounds, ranks, topic, timeout
-        self._checks, self._late = [check], late
+        begun, what = time.monotonic(), f"new group from group {rounds.name!r}"
+        self._what, self._checks = what, [check or (lambda: rounds.check_members(ranks, begun, what))]
+        self._late = late or (lambda missing: errors.deadline(what, timeout, missing=missing))
         self._turn = 0
         self._is_over = False
 
@@ -136,9 +123,7 @@ class ControlExchange:
         for rank in self._ranks:
             if why := self._rounds.published(f"{self._topic}/failed", rank):
                 self._is_over = True
-                raise errors.RankFailedError(
-                    f"new group from group {self._rounds.name!r}: rank {rank} gave up: {why}", [rank]
-                )
+                raise errors.RankFailedError(f"{self._what}: rank {rank} gave up: {why}", [rank])
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others why this rank cannot take part, unless one of them told us."""

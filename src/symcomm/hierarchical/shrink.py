@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from symcomm import errors
 from symcomm.errors import format_ranks
+from symcomm.hierarchical.rounds import ControlExchange
 from symcomm.membership.succession import Attempt, Succession, agree
 from symcomm.memory.share import Exchange, GroupNotBuilt
 
@@ -42,9 +43,8 @@ def _build(group: Any, succession: Succession, attempt: Attempt, make: Make) -> 
         if lost := set(members).intersection(board.gone()):
             raise MembersLost(f"rank {format_ranks(lost)} is gone", sorted(lost))
 
-    exchange = group.rounds.exchange_among(
-        members, f"shrink/{attempt.number}", timeout, check, lambda missing: MembersLate("they did not come", missing)
-    )
+    topic, late = f"shrink/{attempt.number}", lambda missing: MembersLate("they did not come", missing)
+    exchange = ControlExchange(group.rounds, members, topic, timeout, check, late)
     try:
         smaller = make(members, exchange)
     except GroupNotBuilt:

@@ -24,21 +24,16 @@ PORTS_FROM, PORTS_COUNT = 20000, 10000  # below 32768, from where Linux assigns 
 PLAIN = "environment variables"
 POD_DOMAIN = "SYMCOMM_POD_DOMAIN"  # what comes after a pod's name, when other pods ask for it
 
+
+def _comm_world(prefix: str) -> tuple[tuple[str, ...], ...]:
+    return tuple((f"{prefix}_COMM_WORLD_{what}",) for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+
+
 # launcher -> variables for rank, world size, rank and number of ranks on this machine (the first one set counts)
-LAUNCHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+LAUNCHERS: dict[str, tuple[tuple[str, ...], ...]] = {
     PLAIN: (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    "Open MPI": (
-        ("OMPI_COMM_WORLD_RANK",),
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    "MVAPICH": (
-        ("MV2_COMM_WORLD_RANK",),
-        ("MV2_COMM_WORLD_SIZE",),
-        ("MV2_COMM_WORLD_LOCAL_RANK",),
-        ("MV2_COMM_WORLD_LOCAL_SIZE",),
-    ),
+    "Open MPI": _comm_world("OMPI"),
+    "MVAPICH": _comm_world("MV2"),
     "MPICH": (
         ("PMI_RANK", "PMIX_RANK"),
         ("PMI_SIZE", "WORLD_SIZE"),
