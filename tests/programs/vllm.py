@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +86,36 @@ def as_part(name: str, found: dict[str, Any], alone: list[list[int]], seconds: f
 
 
 def as_killed(name: str, backend: str, error: str, seconds: float, before: set[str]) -> Part:
+    """On Symcomm somebody says who died, and nothing is left."""
     if backend == "symcomm" and not WORDS.search(error):
         raise RuntimeError(f"{name}: nobody says who died: {error}")
-    return Part(name, seconds=seconds, said=f"{error.partition(':')[0]}, {left_since(before)} left in /dev/shm")
+    if backend == "symcomm" and (left := left_since(before)):
+        raise RuntimeError(f"{name}: left in /dev/shm: {', '.join(left)}")
+    return Part(name, seconds=seconds, said=error.partition(":")[0])
 
 
 def in_shm() -> set[str]:
-    return {entry.name for entry in os.scandir("/dev/shm") if not entry.name.startswith("sem.")}
+    return {entry.name for entry in os.scandir("/dev/shm") if entry.name.startswith(("psm_", "vllm", "symcomm"))}
 
 
-def left_since(before: set[str], patience: float = 10.0) -> int:
+def left_since(before: set[str], patience: float = 10.0) -> set[str]:
     """Files; processes that end take theirs along."""
     end = time.monotonic() + patience
     while (left := in_shm() - before) and time.monotonic() < end:
         time.sleep(0.1)
-    return len(left)
+    return left
 
 
 def main(backend: str) -> Iterator[Part]:
-    folder = Path(os.environ[FOLDER])
+    """What fails is told at the end, when all others have run."""
+    folder, before, wrong = Path(os.environ[FOLDER]), in_shm(), []
+
+    def tried(make: Callable[..., Part], *args: Any) -> Iterator[Part]:
+        try:
+            yield make(*args)
+        except RuntimeError as error:
+            wrong.append(str(error))
+
     environ, common = environment(backend, folder), {"folder": str(folder / "models")}
     asked, alone = [], {}
     for each in ENGINES.values():
@@ -120,27 +131,25 @@ def main(backend: str) -> Iterator[Part]:
         if each.get("ranks") == 1:
             alone[key] = got["tokens"]
         else:
-            yield as_part(next(names), got, alone[key])
-    before = in_shm()
-    for name, got in zip(KILLS, found, strict=True):
-        yield as_killed(name, backend, got["error"], got["seconds"], before)
-    yield from serve(backend, environ, common, alone[json.dumps({"ranks": 1})])
+            yield from tried(as_part, next(names), got, alone[key])
+    for name, got in list(zip(KILLS, found, strict=True)):
+        yield from tried(as_killed, name, backend, got["error"], got.get("seconds", 0.0), before)
+    served, log = serve(environ, common)
+    yield from tried(as_part, SERVER, served, alone[json.dumps({"ranks": 1})])
+    told = served.get("told", [(f"did not start: {log}", 0.0)])
+    error = min((error for error, _ in told), key=lambda error: bool(WORDS.search(error)))  # every client hears it
+    yield from tried(as_killed, SERVER_KILL, backend, error, max(seconds for _, seconds in told), before)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
-def serve(backend: str, environ: dict[str, str], common: dict[str, str], alone: list[list[int]]) -> Iterator[Part]:
-    before, log = in_shm(), Path(common["folder"]) / "serve.log"
-    asked = json.dumps(common | {"tp": 2, "log": str(log)})
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.programs.vllm_serve", asked], env=environ, stdout=subprocess.PIPE, text=True
-    )
+def serve(environ: dict[str, str], common: dict[str, str]) -> tuple[dict[str, Any], str]:
+    """What the clients found, and the end of the server's log."""
+    log = Path(common["folder"]) / "serve.log"
+    command = [sys.executable, "-m", "tests.programs.vllm_serve", json.dumps(common | {"tp": 2, "log": str(log)})]
+    process = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True)
     lines = [line for line in process.stdout.splitlines() if line.startswith('{"')]
-    if not lines:
-        raise RuntimeError(f"{SERVER}: {log.read_text()[-1500:] if log.exists() else 'did not start'}")
-    found = json.loads(lines[-1])
-    yield as_part(SERVER, found, alone)
-    for error, _ in found["told"]:
-        as_killed(SERVER_KILL, backend, error, 0, before)  # every client hears it
-    yield as_killed(SERVER_KILL, backend, found["told"][0][0], max(seconds for _, seconds in found["told"]), before)
+    return json.loads(lines[-1]) if lines else {}, log.read_text()[-1500:] if log.exists() else ""
 
 
 if __name__ == "__main__":
