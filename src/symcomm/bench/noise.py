@@ -8,12 +8,12 @@ call and the 99th percentile.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from symcomm import errors
@@ -21,7 +21,7 @@ from symcomm.bench import table as bench_table
 from symcomm.bench.frame import Asked, Workload, has_core_each, in_turns, pick
 from symcomm.bench.peers import MPIS, is_set_up, parse_peers
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Case, Seen, Side, Tick, make_cases, open_sides, quiet
+from symcomm.bench.run import Case, Seen, Side, Tick, calls_that_fill, make_cases, open_sides, quiet
 from symcomm.memory.limits import format_bytes
 
 WORK = (
@@ -100,7 +100,7 @@ class NoiseWorkload(Workload):
 
     @property
     def cases(self) -> list[Case]:
-        make = functools.partial(make_cases, world=self.ranks, dtype="float32", op="sum", root=0, one_place=True)
+        make = partial(make_cases, world=self.ranks, dtype="float32", op="sum", root=0, one_place=True)
         return [case for name, sizes in WORK for case in make(name, sizes)]
 
     @property
@@ -176,6 +176,11 @@ def run_noise_bench(workload: NoiseWorkload, tick: Tick = quiet, seen: Seen = qu
     return found
 
 
+def _sample(side: Side, what: str, calls: int) -> float:
+    """Seconds that so many calls took."""
+    return max(answer["total"] for answer in side.ask(what, {"do": "sample", "case": 0, "calls": calls})) / 1e9
+
+
 def _measure(
     sides: dict[str, Side], figures: NoiseMeasurement, workload: NoiseWorkload, tick: Tick
 ) -> NoiseMeasurement:
@@ -186,7 +191,7 @@ def _measure(
         wrong = sum(answer["wrong"] for answer in side.ask(what, {"do": "check", "case": 0}))
         if wrong:
             raise errors.SymcommError(f"symcomm bench: {name}, {what}: {wrong} elements are wrong.")
-        calls[name] = _calibrate(side, what, workload.seconds)
+        calls[name] = calls_that_fill(workload.seconds, partial(_sample, side, what), 20, MOST_CALLS, MOST_CALLS)
     for name in in_turns(list(sides), workload.rounds):
         answers = sides[name].ask(what, {"do": "sample", "case": 0, "calls": calls[name]}, workload.seconds)
         figures.add(name, *(max(answer[key] for answer in answers) / 1e9 for key in ("median", "p99")))
@@ -194,16 +199,6 @@ def _measure(
     for side in sides.values():
         side.ask(what, {"do": "drop", "case": 0})
     return figures
-
-
-def _calibrate(side: Side, what: str, seconds: float) -> int:
-    """How many calls fill a turn."""
-    calls = 20
-    while True:
-        took = max(answer["total"] for answer in side.ask(what, {"do": "sample", "case": 0, "calls": calls})) / 1e9
-        if took > seconds / 8 or calls >= MOST_CALLS:
-            return max(20, min(MOST_CALLS, round(calls * seconds / max(took, 1e-9))))
-        calls *= 8
 
 
 # --- what there is to see ----------------------------------------------------------------------------------------

@@ -303,6 +303,7 @@ class _Series:
     side: Side
     number: int  # the case's number on that side
     result: CaseResult
+    effort: Effort
     what: str
     means: list[float] = field(default_factory=list)  # seconds of one call: the slowest rank's mean, per repetition
 
@@ -322,6 +323,29 @@ class _Series:
         if side.stood_still:
             result.stood_still, result.reason = True, f"stood still in {side.stood_still}"
 
+    def prepare(self) -> None:
+        kind = self.result.series if self.result.series in OURS else "ordinary"
+        answers = self.ask("prepare", spec=asdict(self.result.case) | {"kind": kind})
+        self.result.reason = next((a["unsupported"] for a in answers if "unsupported" in a), "")
+
+    def calibrate(self) -> None:
+        """Check values, then find out how many calls make a repetition."""
+        if self.result.reason:
+            return
+        if self.effort.check:
+            self.result.wrong = sum(answer["wrong"] for answer in self.ask("check"))
+        self.result.iterations = self.effort.iterations or calls_that_fill(
+            self.effort.seconds, self._try, 2, 20_000, 4096
+        )
+
+    def _try(self, calls: int) -> float:
+        return calls * min(self.time(calls, 2, self.effort.warmup if calls == 2 else 0))
+
+    def take_turn(self) -> None:
+        count, effort = self.result.iterations, self.effort
+        warmup, expected = effort.warmup if count > 10 else 1, effort.seconds * effort.repetitions
+        self.means += self.time(count, effort.repetitions, warmup, expected)
+
     def time(self, iterations: int, repetitions: int, warmup: int, expect: float = 0.0) -> list[float]:
         answers = self.ask("time", expect, iterations=iterations, repetitions=repetitions, warmup=warmup)
         self.result.calls += sum(answer.get("calls", 0) for answer in answers)
@@ -335,15 +359,16 @@ def measure(
     """Every series of one case: values first, then time, in turns. ``tick`` is called after every turn."""
     what = f"{case.collective} of {case.nbytes} bytes"
     columns = [
-        _Series(sides["symcomm" if name in OURS else name], number, CaseResult(case, name), what)
+        _Series(sides["symcomm" if name in OURS else name], number, CaseResult(case, name), effort, what)
         for number, name in enumerate(series)
     ]
-    for step in (_prepare, _calibrate_checked):
-        for column in columns:
-            column.attempt(step, column, effort)
+    for column in columns:
+        column.attempt(column.prepare)
+    for column in columns:
+        column.attempt(column.calibrate)
     for _ in range(effort.rounds):
         for column in [column for column in columns if not column.result.reason]:
-            column.attempt(_take_turn, column, effort)
+            column.attempt(column.take_turn)
             tick()
     for column in columns:
         column.attempt(column.ask, "drop")
@@ -353,31 +378,11 @@ def measure(
     return [column.result for column in columns]
 
 
-def _prepare(column: _Series, _: Effort) -> None:
-    kind = column.result.series if column.result.series in OURS else "ordinary"
-    answers = column.ask("prepare", spec=asdict(column.result.case) | {"kind": kind})
-    column.result.reason = next((a["unsupported"] for a in answers if "unsupported" in a), "")
-
-
-def _calibrate_checked(column: _Series, effort: Effort) -> None:
-    """Check values, then find out how many calls make a repetition."""
-    if column.result.reason:
-        return
-    if effort.check:
-        column.result.wrong = sum(answer["wrong"] for answer in column.ask("check"))
-    column.result.iterations = effort.iterations or _calibrate(column, effort)
-
-
-def _take_turn(column: _Series, effort: Effort) -> None:
-    count, expected = column.result.iterations, effort.seconds * effort.repetitions
-    column.means += column.time(count, effort.repetitions, effort.warmup if count > 10 else 1, expected)
-
-
-def _calibrate(column: _Series, effort: Effort) -> int:
-    """How many calls make a repetition of the wanted length."""
-    iterations = 2
+def calls_that_fill(seconds: float, took: Callable[[int], float], fewest: int, most: int, tried: int) -> int:
+    """How many calls take ``seconds``. ``took``: how long so many do; with ``tried`` or more it is asked no more."""
+    calls = fewest
     while True:
-        mean = min(column.time(iterations, 2, effort.warmup if iterations == 2 else 0))
-        if mean * iterations > effort.seconds / 8 or iterations >= 4096:
-            return max(2, min(20_000, round(effort.seconds / max(mean, 1e-9))))
-        iterations *= 8
+        spent = took(calls)
+        if spent > seconds / 8 or calls >= tried:
+            return max(fewest, min(most, round(calls * seconds / max(spent, 1e-9))))
+        calls *= 8

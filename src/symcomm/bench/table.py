@@ -16,20 +16,12 @@ import symcomm
 from symcomm.bench.pictures import Bars, Curves, Panel
 from symcomm.bench.run import OURS, PLACES, Case, CaseResult
 from symcomm.memory.limits import format_bytes
+from symcomm.simulate.units import bus_factor
 
 MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # our goals: so many times as fast as the best MPI and as Gloo
 MISSED = "!"
 
 Table = tuple[str, list[str], list[list[str]]]  # title, column names, rows
-
-
-def bus_factor(collective: str, world: int) -> float:
-    """nccl-tests' factor between algbw and busbw."""
-    if collective == "all_reduce":
-        return 2 * (world - 1) / world
-    if collective in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
-        return (world - 1) / world
-    return 1.0
 
 
 def bandwidths(case: Case, seconds: float, world: int) -> tuple[float, float]:

@@ -31,6 +31,7 @@ from symcomm.simulate.rounds import (
     tree,
 )
 from symcomm.simulate.topology import Link, Topology, parse_topology
+from symcomm.simulate.units import bus_factor
 
 HIERARCHICAL = ("hierarchical direct", "hierarchical ring", "hierarchical halving")
 ALGORITHMS = {
@@ -103,8 +104,7 @@ class Estimate:
     @property
     def busbw(self) -> float:
         """The same times nccl-tests' factor, comparable across numbers of ranks."""
-        factors = {"all_reduce": 2 * (self.ranks - 1) / self.ranks, "broadcast": 1.0}
-        return self.algbw * factors.get(self.collective, (self.ranks - 1) / self.ranks)
+        return self.algbw * bus_factor(self.collective, self.ranks)
 
 
 def predict(

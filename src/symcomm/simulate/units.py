@@ -45,3 +45,12 @@ def format_time(seconds: float) -> str:
             value = seconds / factor
             return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
     return f"{seconds * 1e6:.2f} us"
+
+
+def bus_factor(collective: str, world: int) -> float:
+    """By what nccl-tests multiply size / time, so that it is comparable with what memory or a link can do."""
+    if collective == "all_reduce":
+        return 2 * (world - 1) / world
+    if collective in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
+        return (world - 1) / world
+    return 1.0
