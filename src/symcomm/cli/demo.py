@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,18 +50,19 @@ def add_up(group: Any) -> tuple[list[float], list[float]]:
     return before, mine.tolist()
 
 
-def die_in_the_middle(group: Any) -> str:
+def die_in_the_middle(group: Any, folder: str) -> None:
+    """spawn() reports the dead rank, so survivors write what they see into files."""
     import torch
 
     group.barrier()
     if group.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.perf_counter()
+    started, told = time.perf_counter(), "nothing was noticed"
     try:
         group.all_reduce(torch.ones(1000))
     except SymcommError as error:
-        return f"after {(time.perf_counter() - started) * 1000:.0f} ms: {type(error).__name__}: {error}"
-    return "nothing was noticed"
+        told = f"after {(time.perf_counter() - started) * 1000:.0f} ms: {type(error).__name__}: {error}"
+    Path(folder, str(group.rank)).write_text(told)
 
 
 def disagree(group: Any) -> str:
@@ -174,7 +176,10 @@ def show_failures() -> None:
 
     console.rule("[bold]3. When a rank dies")
     console.print("Rank 2 is killed (SIGKILL) while the others wait for it. A survivor sees:")
-    show_error(_survivors_error(spawn))
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(SymcommError):
+            spawn(die_in_the_middle, RANKS, (folder,), deadline=120)
+        show_error(Path(folder, "0").read_text())
     console.rule("[bold]4. When ranks disagree")
     console.print("Rank 1 calls broadcast where the others call all_reduce. Every rank sees:")
     show_error(spawn(disagree, 3, mode="threads", deadline=60)[0])
@@ -182,20 +187,6 @@ def show_failures() -> None:
 
 def show_error(words: str) -> None:
     console.print(Padding(Text(words, style="red"), (0, 2)))
-
-
-def _survivors_error(spawn: Any) -> str:
-    """A survivor's error. spawn() reports the dead rank, so survivors write theirs into files."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        with contextlib.suppress(SymcommError):
-            spawn(_write_error, RANKS, (folder,), deadline=120)
-        return Path(folder, "0").read_text()
-
-
-def _write_error(group: Any, folder: str) -> None:
-    Path(folder, str(group.rank)).write_text(die_in_the_middle(group))
 
 
 def show_writing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from symcomm.errors import format_seconds
@@ -43,23 +44,21 @@ def last_operations(trace: Trace) -> list[tuple[str, int, Operation | None]]:
 def count_paths(trace: Trace) -> dict[str, dict[str, int]]:
     """By group, on all ranks: calls that the core made alone (short) or through Python (long), and in which thread."""
     found: dict[str, dict[str, int]] = {}
-    for operations in trace.operations().values():
-        for op in operations:
-            if op.way:  # torch's own dumps do not say
-                counts = found.setdefault(op.group, {"short": 0, "long": 0, "inline": 0, "queued": 0})
-                counts[op.way] += 1
-                counts[op.thread] += 1
+    for op in chain.from_iterable(trace.operations().values()):
+        if op.way:  # torch's own dumps do not say
+            counts = found.setdefault(op.group, {"short": 0, "long": 0, "inline": 0, "queued": 0})
+            counts[op.way] += 1
+            counts[op.thread] += 1
     return dict(sorted(found.items()))
 
 
 def count_copies(trace: Trace) -> dict[tuple[str, str], tuple[int, int]]:
     """(Group, how its bytes went) -> calls and bytes, on all ranks."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
-    for operations in trace.operations().values():
-        for op in operations:
-            if op.copies:
-                calls, nbytes = found.get((op.group, op.copies), (0, 0))
-                found[op.group, op.copies] = (calls + 1, nbytes + op.nbytes)
+    for op in chain.from_iterable(trace.operations().values()):
+        if op.copies:
+            calls, nbytes = found.get((op.group, op.copies), (0, 0))
+            found[op.group, op.copies] = (calls + 1, nbytes + op.nbytes)
     return dict(sorted(found.items()))
 
 

@@ -63,11 +63,14 @@ def note(rank: int, pid: int, flight: int, stacks: Sequence[ThreadStack] = (), s
     )
 
 
-def this_rank(collectives: bool | None, stacks: bool | None, only_active: bool | None) -> dict[str, Any]:
-    """What this rank recorded. The arguments are those of PyTorch's functions; None: the default."""
-    if not has_arena():
+def this_rank(
+    collectives: bool | None, stacks: bool | None, only_active: bool | None, arena: Any = None
+) -> dict[str, Any]:
+    """What the rank of ``arena``, or of this thread, recorded. The first arguments are those of PyTorch's functions;
+    None: the default."""
+    if arena is None and not has_arena():
         return torch_dump([], {}, collectives=collectives is not False)
-    place = current_arena().flight.address
+    place = (arena or current_arena()).flight.address
     groups = (registry.find(name) for name in registry.names())
     return torch_dump(
         operations_at(place),

@@ -26,10 +26,9 @@ from typing import Any
 from symcomm.arguments import as_text
 from symcomm.errors import bad_argument, wrong_type
 from symcomm.group.hook_classes import unhealthy_backends
-from symcomm.memory.arena import current_arena, has_arena
-from symcomm.memory.flight import read_groups
-from symcomm.observe.recorder.records import operations_at
-from symcomm.observe.recorder.torch_format import as_json, as_pickle, torch_dump
+from symcomm.memory.arena import has_arena
+from symcomm.observe.recorder.dump import this_rank
+from symcomm.observe.recorder.torch_format import as_json, as_pickle
 from symcomm.observe.server.requests import Request, Response
 
 Handler = Callable[[Any, Any], Any]
@@ -167,11 +166,8 @@ def _flight_dump(request: Any, stacks: bool) -> dict[str, Any]:
     collectives, only_active = _flag(request, "includecollectives", True), _flag(request, "onlyactive", False)
     group = getattr(getattr(request, "rank", None), "group", None)
     if group is None and not has_arena():
-        return torch_dump([], {}, collectives=False)
-    place = (group.arena if group is not None else current_arena()).flight.address
-    return torch_dump(
-        operations_at(place), read_groups(place), stacks=stacks, collectives=collectives, only_active=only_active
-    )
+        collectives = False
+    return this_rank(collectives, stacks, only_active, group and group.arena)
 
 
 def _fr_trace_json(request: Any, response: Any) -> None:
