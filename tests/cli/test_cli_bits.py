@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from symcomm.cli import bits
-from symcomm.cli.bits import Outcome, Row, differing, measure
+from symcomm.cli.bits import TRAINING, Outcome, Row, differing, measure
 from symcomm.observe.health.bits import cpu_model, what_must_be_equal
 from tests.support.command import symcomm
 
@@ -30,6 +31,19 @@ def test_processes_have_the_bits_of_threads():
     assert measure(Row(2, 1, "processes")).hashes == measure(Row(2, 1, "threads")).hashes
 
 
+def test_a_training_has_one_hash_over_ranks_and_hosts():
+    rows = [*(Row(ranks, 1, "threads") for ranks in (1, 2, 4, 8)), Row(8, 2, "threads"), Row(8, 8, "threads")]
+    outcomes = [measure(row, TRAINING) for row in rows]
+    assert differing(outcomes, TRAINING.kinds) == []
+    assert len({(o.hashes["weights"], o.hashes["layers"]) for o in outcomes}) == 1
+    assert outcomes[0].hashes["weights"] != outcomes[0].hashes["layers"]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_training_of_processes():
+    assert measure(Row(2, 1, "processes"), TRAINING).hashes == measure(Row(2, 1, "threads"), TRAINING).hashes
+
+
 def test_what_differs_is_found():
     same = [Outcome(Row(n, 1, "threads"), {"float32": "a", "float64": "b"}) for n in (1, 2)]
     assert differing(same) == []
@@ -41,15 +55,24 @@ def test_what_differs_is_found():
     assert differing([Outcome(whole, {"float16": "a"}), Outcome(wide, {"float16": "b"})]) == ["float16"]
 
 
-def test_what_the_command_says(capsys):
-    bits.show(
-        [Outcome(Row(8, 4, "threads", True), {"float32": "abc"}), Outcome(Row(8, 2, "threads"), {}, "no engine")], []
-    )
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[1].split() == ["8", "4", "threads", "abc", "-", "-", "SYMCOMM_WIDE_SUMS=1"]
-    assert shown[2].endswith("no engine") and shown[-1].startswith("The same bits")
-    bits.show([], ["float32"])
-    assert "Not the same bits: float32." in capsys.readouterr().out
+def test_what_the_command_says(monkeypatch: pytest.MonkeyPatch):
+    said = {
+        (2, "threads"): Outcome(Row(2, 1, "threads"), {"float32": "abc", "float64": "def"}),
+        (8, "threads"): Outcome(Row(8, 4, "threads", True), {"float32": "abc"}),
+        (8, "processes"): Outcome(Row(8, 2, "processes"), {}, "no engine"),
+    }
+    monkeypatch.setattr(bits, "rows", lambda threads, small: [o.row for o in said.values()])
+    monkeypatch.setattr(bits, "measure", lambda row, work: said[row.ranks, row.mode])
+    done = CliRunner().invoke(bits.app, [])
+    shown = done.stdout.splitlines()
+    assert done.exit_code == 0 and shown[0].split() == ["ranks", "hosts", "as", "float32", "float64", "float16"]
+    assert shown[1] == "    2     1  threads    abc           def           -"
+    assert shown[2].split() == ["8", "4", "threads", "abc", "-", "-", "SYMCOMM_WIDE_SUMS=1"]
+    assert shown[3].endswith("no engine") and shown[-1].startswith("The same bits")
+    said[8, "threads"].hashes["float32"] = "other"
+    done = CliRunner().invoke(bits.app, [])
+    assert done.exit_code == 1 and "Not the same bits: float32." in done.stdout
+    assert json.loads(CliRunner().invoke(bits.app, ["--json"]).stdout)["differing"] == ["float32"]
 
 
 def test_the_doctor_says_what_must_be_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

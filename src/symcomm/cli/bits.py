@@ -1,4 +1,4 @@
-"""``symcomm bits``: the same sum over ranks, hosts, threads and processes, and a hash of its bits."""
+"""``symcomm bits``: the same over ranks, hosts, threads and processes, and hashes of its bits: sums, or a training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -14,7 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from symcomm import errors
+from symcomm.cli import bits_of_training
 from symcomm.cli.command import Command, flag
+from symcomm.preflight import need_torch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 CALL = "symcomm bits"
@@ -22,10 +24,11 @@ DIFFER = 1
 SHARDS = 8  # what is added, whatever the number of ranks
 COUNTS = (8, 5000 * SHARDS, 40_000 * SHARDS)  # elements; of several algorithms each
 TYPES = ("float32", "float64", "float16")
-DEADLINE = 120.0
+DEADLINE = 600.0  # of a row: each process loads torch, on a machine that may be busy
 SHOWN = 12  # digits of a hash
 
 AsJson = Annotated[bool, flag("--json", "Print JSON.")]
+Training = Annotated[bool, flag("--training", "Weights of a training and layers split over ranks, instead of sums.")]
 Threads = Annotated[bool, flag("--threads", "Ranks as threads only, which start at once.")]
 
 
@@ -40,6 +43,14 @@ class Row:
 
     def must_agree(self, kind: str) -> bool:
         return kind != "float16" or self.hosts == 1 or self.wide
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every rank does: by kind, a hash, and this rank's pieces of a whole that has the same hash."""
+
+    on_rank: Callable[[Any, Sequence[str]], dict[str, tuple[str, list[bytes]]]]
+    kinds: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -96,70 +107,88 @@ def wide_sums(wanted: bool) -> Iterator[None]:
             os.environ["SYMCOMM_WIDE_SUMS"] = before
 
 
-def measure(row: Row) -> Outcome:
+SUMS = Work(on_rank, TYPES)
+TRAINING = Work(bits_of_training.on_rank, bits_of_training.KINDS)
+
+
+def measure(row: Row, work: Work = SUMS) -> Outcome:
     from symcomm.group.spawn import spawn
 
     hosts = None if row.hosts == 1 else [row.ranks // row.hosts] * row.hosts
     try:
         with wide_sums(row.wide):
-            ranks = spawn(on_rank, row.ranks, (TYPES,), mode=row.mode, hosts=hosts, deadline=DEADLINE)
+            ranks = spawn(work.on_rank, row.ranks, (work.kinds,), mode=row.mode, hosts=hosts, deadline=DEADLINE)
     except errors.ResourceError as error:  # no engine between hosts
         return Outcome(row, {}, str(error))
     hashes = {}
-    for kind in TYPES:
-        whole = hashlib.sha256()
-        for k in range(len(COUNTS)):
-            whole.update(b"".join(rank[kind][1][k] for rank in ranks))
-        said = {whole.hexdigest(), *(rank[kind][0] for rank in ranks)}
+    for kind in work.kinds:
+        said = {rank[kind][0] for rank in ranks}
+        if pieces := list(zip(*(rank[kind][1] for rank in ranks), strict=True)):
+            said.add(hashlib.sha256(b"".join(map(b"".join, pieces))).hexdigest())
         hashes[kind] = said.pop()[:SHOWN] if len(said) == 1 else "ranks differ"
     return Outcome(row, hashes)
 
 
-def rows(threads_only: bool) -> list[Row]:
+def rows(threads_only: bool, small_floats: bool = True) -> list[Row]:
     modes = ["threads"] if threads_only else ["threads", "processes"]
     found = [Row(ranks, 1, mode) for mode in modes for ranks in (1, 2, 4, 8)]
     found += [Row(SHARDS, hosts, mode) for mode in modes for hosts in (2, 4)]
-    return [*found, Row(SHARDS, 8, "threads"), *(Row(SHARDS, hosts, "threads", True) for hosts in (2, 4, 8))]
+    found.append(Row(SHARDS, 8, "threads"))
+    return found + [Row(SHARDS, hosts, "threads", True) for hosts in (2, 4, 8) if small_floats]
 
 
-def differing(outcomes: Sequence[Outcome]) -> list[str]:
-    """The types whose hashes are not one where they must be."""
+def differing(outcomes: Sequence[Outcome], kinds: Sequence[str] = TYPES) -> list[str]:
+    """The kinds whose hashes are not one where they must be."""
     return [
         kind
-        for kind in TYPES
+        for kind in kinds
         if len({o.hashes[kind] for o in outcomes if o.hashes and o.row.must_agree(kind) and kind in o.hashes}) > 1
         or any(o.hashes.get(kind) == "ranks differ" for o in outcomes)
     ]
 
 
 @app.command(name="bits", cls=Command)
-def bits(threads: Threads = False, as_json: AsJson = False) -> None:
+def bits(threads: Threads = False, training: Training = False, as_json: AsJson = False) -> None:
     """Add the same numbers on 1 to 8 ranks, as threads and processes, on one host and (pretended) several, and print
-    hashes of the sums. Exits with 1 where they differ and must not.
+    hashes of the sums; or train a small model there in 8 logical shards, and split layers into 8, and print hashes of
+    weights, of outputs and gradients. Exits with 1 where they differ and must not.
 
     \b
     Examples:
       symcomm bits
+      symcomm bits --training
       symcomm bits --threads --json
     """
     if importlib.util.find_spec("numpy") is None:
         raise errors.ResourceError(f"{CALL}: numpy is missing, which makes the numbers; install it.")
-    outcomes = [measure(row) for row in rows(threads)]
-    wrong = differing(outcomes)
+    if training:
+        need_torch(f"{CALL} --training")
+    work = TRAINING if training else SUMS
+    outcomes = []
+    if not as_json:
+        typer.echo(line("ranks", "hosts", "as", [f"{kind:{SHOWN}}" for kind in work.kinds]))
+    for row in rows(threads, not training):
+        outcomes.append(measure(row, work))
+        if not as_json:
+            typer.echo(line_of(outcomes[-1], work.kinds))
+    wrong = differing(outcomes, work.kinds)
     if as_json:
         typer.echo(json.dumps({"differing": wrong, "rows": [asdict(o) for o in outcomes]}, indent=1))
     else:
-        show(outcomes, wrong)
+        typer.echo(f"\n{verdict(wrong)}")
     raise typer.Exit(DIFFER if wrong else 0)
 
 
-def show(outcomes: Sequence[Outcome], wrong: Sequence[str]) -> None:
-    typer.echo(f"{'ranks':>5} {'hosts':>5}  {'as':9}  " + "  ".join(f"{kind:{SHOWN}}" for kind in TYPES))
-    for o in outcomes:
-        cells = "  ".join(f"{o.hashes.get(kind, '-'):{SHOWN}}" for kind in TYPES) if not o.why else o.why
-        note = "  SYMCOMM_WIDE_SUMS=1" if o.row.wide else ""
-        typer.echo(f"{o.row.ranks:5} {o.row.hosts:5}  {o.row.mode:9}  {cells}{note}".rstrip())
+def line(ranks: Any, hosts: Any, mode: str, cells: Sequence[str]) -> str:
+    return f"{ranks:>5} {hosts:>5}  {mode:9}  {'  '.join(cells)}".rstrip()
+
+
+def line_of(o: Outcome, kinds: Sequence[str]) -> str:
+    cells = [o.why] if o.why else [f"{o.hashes.get(kind, '-'):{SHOWN}}" for kind in kinds]
+    return line(o.row.ranks, o.row.hosts, o.row.mode, [*cells, *["SYMCOMM_WIDE_SUMS=1"] * o.row.wide])
+
+
+def verdict(wrong: Sequence[str]) -> str:
     if wrong:
-        typer.echo(f"\nNot the same bits: {', '.join(wrong)}. That is a bug of ours: please report it.")
-    else:
-        typer.echo("\nThe same bits wherever they must be: docs/explanation/bits.md says where.")
+        return f"Not the same bits: {', '.join(wrong)}. That is a bug of ours: please report it."
+    return "The same bits wherever they must be: docs/explanation/bits.md says where."
