@@ -38,6 +38,7 @@ def train(kind: str) -> Part:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
+    torch.manual_seed(0)
     accelerator = make_accelerator(kind)
     data = torch.randn(STEPS * BATCH * accelerator.num_processes, LENGTH, WIDTH)
     model = make_model()
