@@ -27,7 +27,7 @@ SETUP_LOG     := build/setup.log
 quietly        = $(1) >$(SETUP_LOG) 2>&1 || { cat $(SETUP_LOG); exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo browser docs test check programs test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak graphs prove sanitize analyze clean
+.PHONY: help setup demo browser docs test check programs test-heap test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak graphs prove sanitize analyze clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -80,6 +80,10 @@ format: $(BUILT) ## let ruff and clang-format rewrite the sources
 
 test-gpu: $(BUILT) ## what needs a CUDA GPU (skipped by `make test` where there is none)
 	$(BIN)/python -m pytest -q tests/cuda
+
+test-heap: $(BUILT) ## tests of groups, and PyTorch's own, with all tensors in the shared heap (half an hour on 2 cores)
+	$(BIN)/python -m tests.tools.side_by_side -n $(TESTERS) --log build/heap heap
+	for n in 2 3; do SYMCOMM_HEAP=1B $(BIN)/python -m tests.conformance --ranks $$n || exit 1; done
 
 test-torch: $(TORCH_ENV)/.ready ## the torch-facing tests on another torch: TORCH=2.12.1 (see docs/reference/compatibility.md)
 	@echo "== building the C core"

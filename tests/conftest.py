@@ -70,6 +70,10 @@ def _own_shared_memory() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What looks at the whole process comes first, before other tests have left ranks and sockets in it. Then files
     that take long, so that processes which share the files end at about the same time."""
+    if os.environ.get("SYMCOMM_HEAP"):  # make test-heap
+        for item in items:
+            if (marker := item.get_closest_marker("ordinary_memory")) is not None:
+                item.add_marker(pytest.mark.skip(reason=f"not with the shared heap: {marker.args[0]}"))
     items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("unused_process", "long")])
 
 
@@ -94,6 +98,9 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays. Collectors need not look at it, here and in forked ranks, which share its memory."""
     gc.collect()
     gc.freeze()
+    if os.environ.get("SYMCOMM_HEAP") and "torch" in sys.modules:
+        why_not = importlib.import_module("symcomm").heap_stats().why_not
+        assert not why_not, f"SYMCOMM_HEAP is set, but {why_not}"
 
 
 @pytest.fixture

@@ -68,6 +68,7 @@ def _attached(g: ProcessGroup, nbytes: int, piece: int, inputs: tuple[int, ...])
     return records.operations_of(g)[g.rank][-1].plan
 
 
+@pytest.mark.ordinary_memory("it is what peers read by system call")
 @pytest.mark.parametrize(
     ("nbytes", "piece", "inputs"),
     [

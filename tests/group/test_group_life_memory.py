@@ -148,6 +148,7 @@ def _idle(group: ProcessGroup) -> tuple[int, int, int]:
     return idle, small, large
 
 
+@pytest.mark.ordinary_memory("counts an arena's pages, among which tensors' would be")
 def test_an_idle_group_takes_pages_not_megabytes(tmp_path):
     """Staging areas get memory with the first call that stages something, and as much as it stages."""
     for idle, small, large in in_processes(_idle, tmp_path):

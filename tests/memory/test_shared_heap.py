@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,7 @@ def which_tensors(rank: int, world: int) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
+@pytest.mark.ordinary_memory("begins without it, and with the size that users have")
 def test_large_tensors_of_torch_lie_in_the_heap_and_no_others():
     run_ranks(which_tensors, 1)
 
@@ -226,6 +228,7 @@ def returned(rank: int, world: int) -> None:
     assert heap_stats().idle == 0 and resident() - before < 40 * MIB
 
 
+@pytest.mark.ordinary_memory("a small tensor must not come from the heap")
 def test_freed_memory_goes_back_to_the_system_soon():
     run_ranks(returned, 1)
 
@@ -383,6 +386,26 @@ def test_collectives_and_messages_on_tensors_of_the_heap(world, tmp_path):
     run_ranks(collectives, world, str(tmp_path / "store"))
 
 
+def arrays(rank: int, world: int, store: str) -> None:
+    with_heap()
+    group = meet(rank, world, store)
+    tensor = torch.ones(MIB)
+    ways = {"direct": [tensor.numpy(), torch.tensor(np.ones(MIB, "f4"))]}
+    ways["ordinary"] = [np.ones(MIB, "f4"), torch.from_numpy(np.ones(MIB, "f4"))]
+    for way, given in ways.items():
+        for array in given:
+            before = group.copy_stats()["direct"]["calls"]
+            group.all_reduce(array)
+            assert array[0] == array[-1] == world
+            assert group.copy_stats()["direct"]["calls"] - before == (way == "direct"), (way, type(array))
+    assert tensor[0] == world
+    symcomm.destroy()
+
+
+def test_arrays_are_direct_where_torch_has_made_their_memory(tmp_path):
+    run_ranks(arrays, 2, str(tmp_path / "store"))
+
+
 def one_has_none(rank: int, world: int, store: str) -> None:
     if rank != 1:
         with_heap()
@@ -394,6 +417,7 @@ def one_has_none(rank: int, world: int, store: str) -> None:
     symcomm.destroy()
 
 
+@pytest.mark.ordinary_memory("one of the ranks has none")
 def test_ranks_with_and_without_it_work_together(tmp_path):
     run_ranks(one_has_none, 3, str(tmp_path / "store"))
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
+
+os.environ.pop("SYMCOMM_HEAP", None)  # a rank makes a heap of its own (ranks.py), and has no other, as a fresh process
 
 import pytest
 import torch._dynamo

@@ -13,6 +13,7 @@ themselves, as do those that ``run_ranks`` starts another way.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing as mp
 import os
 import pickle
@@ -79,6 +80,8 @@ def become(environment: dict[str, str]) -> None:
         torch.distributed.set_debug_level_from_env()  # as torch does where it is loaded
         if "OMP_NUM_THREADS" in environment:
             torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        if environment.get("SYMCOMM_HEAP"):  # as where it is loaded, too
+            importlib.import_module("symcomm.torch_backend.torch_patches").apply("cpu_allocator")
 
 
 def _outcome(fn: Callable, rank: int, args: tuple) -> bytes:

@@ -13,6 +13,10 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
+# What `make test-heap` runs with the shared heap, from which even the smallest tensors come then: those of tests are
+# small, and each is another place for peers to read.
+HEAP, HEAP_SIZES = "heap", "1B"
+HEAP_FOLDERS = ("c10d", "collectives", "compile", "ddp", "group", "memory", "symm_mem", "torch_backend", "windows")
 SELECTIONS = ("torch_versions", "without_torch")  # markers; a file that has neither runs in `make test` only
 
 
@@ -37,7 +41,9 @@ def markers(source: str) -> set[str]:
 
 
 def selected(marker: str) -> list[str]:
-    """Paths of the files that have a marker, from the checkout's root."""
+    """Paths of the files that have a marker, or of the folders for the heap, from the checkout's root."""
+    if marker == HEAP:
+        return [str((TESTS / folder).relative_to(TESTS.parent)) for folder in HEAP_FOLDERS]
     found = [path for path in all_files().values() if marker in markers(path.read_text())]
     return [str(path.relative_to(TESTS.parent)) for path in found]
 

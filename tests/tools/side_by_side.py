@@ -115,13 +115,15 @@ def run(files: list[str], processes: int, logs: Path) -> int:
 
 
 def main() -> int:
-    from tests.tools.selections import SELECTIONS, TESTS, selected
+    from tests.tools.selections import HEAP, HEAP_SIZES, SELECTIONS, TESTS, selected
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("selection", nargs="?", default="all", choices=["all", *SELECTIONS])
+    parser.add_argument("selection", nargs="?", default="all", choices=["all", HEAP, *SELECTIONS])
     parser.add_argument("-n", "--processes", type=int, default=3)
     parser.add_argument("--log", type=Path, default=Path("build"))
     args = parser.parse_args()
+    if args.selection == HEAP:
+        os.environ.setdefault("SYMCOMM_HEAP", HEAP_SIZES)
     chosen = [str(TESTS)] if args.selection == "all" else selected(args.selection)
     return run(chosen, args.processes, args.log)
 
