@@ -310,13 +310,13 @@ def test_lists_of_inputs_of_one_size_are_one_tensor_if_they_lie_so():
         assert (listed.piece_bytes, listed.apart) == (single.piece_bytes, single.apart) and listed.apart
 
 
-def test_lists_of_inputs_of_different_sizes_are_never_direct_and_never_meet_single_tensors():
+def test_lists_of_inputs_of_different_sizes_never_meet_single_tensors():
     """Peers know one address of a symmetric tensor, and such a list has several."""
     counts = (10_000, 20_000, 30_000)
     for name, rest in (("reduce_scatter", (RedOpType.SUM,)), ("scatter", (0,))):
         listed, single = (getattr(collectives, name)(0, 3, counts, DType.INT64, *rest, way) for way in (True, False))
-        assert listed.direct is None
-        assert single.direct is not None
+        assert listed.direct is not None and listed.apart
+        assert single.direct is not None and not single.apart
         assert listed.count != single.count
         assert elements_of(listed.count) == elements_of(single.count) == sum(counts)
 

@@ -111,6 +111,57 @@ def test_lists_are_direct_wherever_their_tensors_lie(mode, forked_ranks):
     assert symcomm.spawn(_all_pairs, WORLD, mode=mode) == [[]] * WORLD
 
 
+def _counts(sender: int) -> list[int]:
+    """How long a rank's tensors are; one of them is empty."""
+    return [[COUNT, 100, 3], [5, 0, COUNT + 1], [COUNT // 2, COUNT, 7]][sender]
+
+
+def _uneven(group: ProcessGroup) -> list[Any]:
+    """Lists of tensors of different sizes, somewhere or as views of one tensor; rank 1's second tensor is empty."""
+    rank, found = group.rank, []
+
+    def call(counts: list[list[int]], kind: str, make: Callable[..., Any]) -> None:
+        sizes = counts[rank]
+        if kind == "apart":
+            inputs = [symm_mem.empty(n) if n else torch.empty(0) for n in sizes]
+        elif kind == "in a row":
+            inputs = list(symm_mem.empty(sum(sizes)).split(sizes))
+        else:
+            inputs = [torch.from_numpy(np.empty(n, "f4")) for n in sizes]
+        all_values = group.all_gather_object(_fill(inputs, rank))
+        before = group.copy_stats()["direct"]["calls"]
+        got, wanted = make(inputs, all_values)
+        right = all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+        found.append([right, group.copy_stats()["direct"]["calls"] - before])
+
+    def exchange(inputs: Lists, all_values: list[Lists], is_async: bool = False) -> tuple[Lists, Lists]:
+        wanted = [values[rank] for values in all_values]
+        got = [torch.empty_like(w) for w in wanted]
+        work = group.all_to_all(got, inputs, async_op=is_async)
+        if work is not None:
+            work.wait()
+        return got, wanted
+
+    def reduce(inputs: Lists, all_values: list[Lists]) -> tuple[Lists, Lists]:
+        wanted = torch.stack([values[rank] for values in all_values]).sum(0)
+        group.reduce_scatter(got := torch.empty_like(wanted), inputs, ReduceOp.SUM)
+        return [got], [wanted]
+
+    for kind in ("apart", "in a row", "ordinary"):
+        call([_counts(sender) for sender in range(WORLD)], kind, exchange)
+        call([_counts(sender) for sender in range(WORLD)], kind, lambda *lists: exchange(*lists, is_async=True))
+        call([_counts(0)] * WORLD, kind, reduce)
+    call([_counts(sender) for sender in range(WORLD)], "ordinary" if rank == 2 else "apart", exchange)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_lists_of_different_sizes_are_direct_too(mode, forked_ranks):
+    """The small all_gathers by which ranks agree on sizes are not."""
+    direct, staged = [[True, 1]] * 3, [[True, 0]] * 3
+    assert symcomm.spawn(_uneven, WORLD, mode=mode) == [[*direct, *direct, *staged, [True, 0]]] * WORLD
+
+
 def _meet(group: ProcessGroup) -> list[Any]:
     """One rank has a list, the others one tensor each."""
     rank, found = group.rank, []

@@ -8,7 +8,7 @@ direct     every rank copies its pieces out of its peers' symmetric inputs
 
 from __future__ import annotations
 
-from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, ring, stage, stream
+from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, ring, stage, start_at_peer, stream
 from symcomm.collectives.limits import Limits
 from symcomm.collectives.plan import ALL, At, Need, Plan, Space, Step
 
@@ -41,7 +41,7 @@ def direct_all_to_all(plan: Plan, matrix: Matrix, listed: bool) -> tuple[list[St
     receives = Pieces(tuple(row[me] for row in matrix), listed)
     steps: list[Step] = []
     for rank in ring(plan.world, me)[:-1]:
-        source = At(PEER_IN, rank, sum(matrix[rank][:me]))
+        source = At(PEER_IN, rank, start_at_peer(plan, matrix[rank], me))
         steps += copy(receives.at(OUT, rank), source, receives.sizes[rank])
     own = copy(receives.at(OUT, me), Pieces(matrix[me], listed).at(IN, me), receives.sizes[me])
     return steps + finish(own), [Need.INPUT if any(row) else Need.NOTHING for row in matrix]

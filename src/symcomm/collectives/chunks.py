@@ -41,6 +41,11 @@ class Pieces:
         return At(space, rank, 0, stride) if self.listed else At(space, 0, self.starts[rank], stride)
 
 
+def start_at_peer(plan: Plan, sizes: Sizes, q: int) -> int:
+    """Where piece q of a peer's input begins: of one tensor, or of a list (``Plan.piece_bytes``)."""
+    return q * plan.piece_bytes if plan.piece_bytes else sum(sizes[:q])
+
+
 def starts_of(sizes: Sizes) -> list[int]:
     """Where each of these begins if they are consecutive."""
     return [0, *accumulate(sizes)][:-1]

@@ -222,8 +222,7 @@ class Machine:
     def resolve(self, rank: int, seq: int, at: At, turn: int, nbytes: int, direct: bool) -> Buffer:
         """The elements that a place names. Refuses those that the plan must not touch."""
         item = ITEMSIZE[self.plans[seq - 1][rank].dtype]
-        base = self.base(rank, seq, at, item, direct)
-        position = at.position(turn)
+        base, position = self.base(rank, seq, at, item, direct, at.position(turn))
         if position % item or nbytes % item or nbytes <= 0:
             raise PlanError(f"rank {rank}, {self.where(rank)}: {nbytes} bytes at {position} are not whole elements")
         start, length = position // item, nbytes // item
@@ -234,15 +233,16 @@ class Machine:
             )
         return Buffer(base.block, base.start + start, length)
 
-    def base(self, rank: int, seq: int, at: At, item: int, direct: bool) -> Buffer:
-        tensors = self.tensors[seq - 1]
+    def base(self, rank: int, seq: int, at: At, item: int, direct: bool, position: int) -> tuple[Buffer, int]:
+        """The tensor, and the position in it."""
+        tensors, plan = self.tensors[seq - 1], self.plans[seq - 1][rank]
         if at.space in (Space.IN, Space.OUT):
             buffers = tensors[rank].inputs if at.space == Space.IN else tensors[rank].outputs
             if at.index >= len(buffers):
                 raise PlanError(f"rank {rank}, {self.where(rank)}: there is no {at.space.name}[{at.index}]")
-            return buffers[at.index]
+            return buffers[at.index], position
         if at.space == Space.STAGE:
-            return self.stage(at.index, seq % 2, item)
+            return self.stage(at.index, seq % 2, item), position
         need, buffers = (
             (Need.INPUT, tensors[at.index].inputs)
             if at.space == Space.PEER_IN
@@ -250,7 +250,9 @@ class Machine:
         )
         if not direct or not need & tensors[at.index].symmetric:
             raise PlanError(f"rank {rank}, {self.where(rank)}: {at.space.name}[{at.index}] cannot be reached here")
-        return self.joined(buffers)
+        if at.space == Space.PEER_IN and plan.apart and len(buffers) > 1:
+            return buffers[position // plan.piece_bytes], position % plan.piece_bytes
+        return self.joined(buffers), position
 
     @staticmethod
     def joined(buffers: Sequence[Buffer]) -> Buffer:

@@ -158,7 +158,9 @@ class Plan:
     staged: list[Step] = field(default_factory=list)
     direct: list[Step] | None = None
     needs: Sequence[Need] = ()  # per rank; looked at only when there is a direct plan
-    piece_bytes: int = 0  # of each tensor, when the input is a list that is one tensor if they lie one after another
+    # Of each tensor, when the input is a list that is one tensor if they lie one after another; of the largest, when
+    # they differ. What a step reads of a peer's k-th piece it reads from k times so many bytes on.
+    piece_bytes: int = 0
     apart: bool = False  # they may also lie apart: the direct part reads no two of a peer's in one step
     attach_bytes: int = 0  # of each piece that the direct part may read out of a peer's memory, not symmetric; 0: none
     attach_large: bool = True  # also for tensors that do not fit in the cache

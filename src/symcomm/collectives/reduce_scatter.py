@@ -13,7 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, fixed, later, pipeline, ring, stage, stream
+from symcomm.collectives.chunks import (
+    Pieces,
+    Simple,
+    Sizes,
+    copy,
+    finish,
+    fixed,
+    later,
+    pipeline,
+    ring,
+    stage,
+    start_at_peer,
+    stream,
+)
 from symcomm.collectives.limits import Limits
 from symcomm.collectives.nodes import NODE_SLOTS, Grid, combine_by_node, lane_bytes, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Reduce, Signal, Space, Step
@@ -39,7 +52,7 @@ def streamed_reduce_scatter(plan: Plan, pieces: Pieces, limits: Limits) -> None:
 
 def direct_reduce_scatter(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:
     """Only rank k reads the k-th pieces, so its output may be one of them."""
-    start, length = pieces.starts[plan.rank], pieces.sizes[plan.rank]
+    start, length = start_at_peer(plan, pieces.sizes, plan.rank), pieces.sizes[plan.rank]
     steps: list[Step] = []
     if length:
         sources = tuple(At(PEER_IN, rank, start) for rank in range(plan.world))

@@ -6,7 +6,7 @@ direct     everybody copies its piece out of the root's symmetric tensor
 
 from __future__ import annotations
 
-from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, ring, stage, stream
+from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, ring, stage, start_at_peer, stream
 from symcomm.collectives.limits import Limits
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Signal, Space, Step, Wait
 
@@ -35,4 +35,5 @@ def direct_scatter(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:
     needs = [Need.INPUT if rank == root else Need.NOTHING for rank in range(plan.world)]
     if me == root:
         return [*copy(At(OUT), pieces.at(IN, me), pieces.sizes[me]), Wait(ALL, FIRST_SIGNAL)], needs
-    return [*copy(At(OUT), At(PEER_IN, root, pieces.starts[me]), pieces.sizes[me]), Signal(FIRST_SIGNAL)], needs
+    source = At(PEER_IN, root, start_at_peer(plan, pieces.sizes, me))
+    return [*copy(At(OUT), source, pieces.sizes[me]), Signal(FIRST_SIGNAL)], needs

@@ -133,7 +133,7 @@ def sizes_of_hash(code: int) -> str:
 
 def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: Callable[..., Direct], *args: Any) -> None:
     """Peers read a symmetric tensor at its one address. A list of tensors of one size is one too, where they lie one
-    after another, or has an address for each; the core finds out."""
+    after another; any other has an address for each. The core finds out."""
     if nbytes >= limits.direct_bytes:
         plan.direct, plan.needs = direct(plan, *args)
         plan.apart = plan.piece_bytes > 0 and direct in (direct_all_to_all, direct_reduce_scatter, direct_scatter)
@@ -146,10 +146,10 @@ def _offer_attached(plan: Plan, sizes: Sequence[int], least: int, limits: Limits
         plan.attach_bytes, plan.attach_large = sizes[0], large
 
 
-def _are_even(plan: Plan, sizes: Sequence[int]) -> bool:
-    """Whether a list of inputs may be one tensor. Ranks with a list and ranks with one tensor may meet."""
-    plan.piece_bytes = sizes[0] if len(set(sizes)) == 1 else 0
-    return plan.piece_bytes > 0
+def _space_out(plan: Plan, sizes: Sequence[int], listed: bool) -> None:
+    """How far apart pieces of a list are to peers. If they are all of one size, ranks with a list and ranks with one
+    tensor may meet; otherwise a list has its own signature."""
+    plan.piece_bytes = max(sizes) if listed or len(set(sizes)) == 1 else 0
 
 
 def _alone(plan: Plan, nbytes: int, combine: bool = False) -> Plan:
@@ -239,15 +239,14 @@ def reduce_scatter(
     if world == 1:
         return _alone(plan, sum(pieces.sizes), combine=True)
     foldable = len(set(counts)) == 1 and can_go_on(dtype, redop)
+    _space_out(plan, pieces.sizes, listed)
     if foldable and (grid := _nodes(plan, sum(pieces.sizes), limits, "node_scatter_bytes", True)) is not None:
         reduce_scatter_by_node(plan, pieces, limits, grid)
-        if _are_even(plan, pieces.sizes) or not listed:
-            _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter_by_node, pieces, limits, grid)
+        _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter_by_node, pieces, limits, grid)
         return plan
     streamed_reduce_scatter(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
-    if _are_even(plan, pieces.sizes) or not listed:
-        _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter, pieces)
+    _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter, pieces)
     return plan
 
 
@@ -314,8 +313,8 @@ def scatter(
         return _alone(plan, sum(pieces.sizes))
     streamed_scatter(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
-    if _are_even(plan, pieces.sizes) or not listed:
-        _offer_direct(plan, max(pieces.sizes), limits, direct_scatter, pieces)
+    _space_out(plan, pieces.sizes, listed)
+    _offer_direct(plan, max(pieces.sizes), limits, direct_scatter, pieces)
     _offer_attached(plan, pieces.sizes, limits.attach_scatter_bytes, limits, large=True)
     return plan
 
@@ -341,9 +340,9 @@ def all_to_all(
         return _alone(plan, in_bytes[0][0])
     streamed_all_to_all(plan, in_bytes, listed, limits)
     plan.why = _turns(max(map(max, in_bytes)) * (world - 1), limits)
-    if _are_even(plan, [n for row in in_bytes for n in row]) or not listed:
-        _offer_direct(plan, max(map(sum, in_bytes)), limits, direct_all_to_all, in_bytes, listed)
     sizes = [n for row in in_bytes for n in row]
+    _space_out(plan, sizes, listed)
+    _offer_direct(plan, max(map(sum, in_bytes)), limits, direct_all_to_all, in_bytes, listed)
     _offer_attached(plan, sizes, limits.attach_bytes, limits, large=world <= limits.attach_large_ranks)
     return plan
 
