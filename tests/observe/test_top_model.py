@@ -131,6 +131,20 @@ def test_a_part_that_was_overwritten_does_not_stay_open():
     assert sum(n.count for n in live.numbers.values()) == 10
 
 
+def test_how_many_went_directly():
+    direct = {
+        rank: [dataclasses.replace(op, copies="direct") for op in operations(range(5), rank=rank)] for rank in range(2)
+    }
+    copied = {
+        rank: [dataclasses.replace(op, copies="no_plan") for op in operations(range(5, 20), rank=rank)]
+        for rank in range(2)
+    }
+    told = {rank: [*direct[rank], *copied[rank]] for rank in range(2)}
+    live = Live(Played(Sample(SECOND, facts(True, True), told, [GroupFacts("world", 2, (0, 1))])))
+    live.refresh()
+    assert [numbers.row()["direct"] for numbers in live.numbers.values()] == [0.25]
+
+
 def judged(sample: Sample):
     live = Live(Played(sample))
     live.refresh()

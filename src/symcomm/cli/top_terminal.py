@@ -97,7 +97,8 @@ def _numbers(live: Live, width: int) -> Table:
         row = numbers.row()
         times = [format_time(row[name]) for name in ("p50", "p90", "p99", "waited")]
         rate = f"{row['rate'] / 1e9:.2f}"
-        rows.append([call, format_bytes(numbers.nbytes), str(numbers.count), *times, rate])
+        direct = f"{row['direct']:.0%}" if numbers.nbytes else "-"
+        rows.append([call, format_bytes(numbers.nbytes), str(numbers.count), *times, direct, rate])
     return _fitting(NUMBER_COLUMNS, rows, width)
 
 
@@ -119,7 +120,7 @@ RANK_COLUMNS = (
 NUMBER_COLUMNS = (
     Column("collective", 0), Column("up to", 1, right=True), Column("times", 6, right=True),
     Column("p50", 2, right=True), Column("p90", 7, right=True), Column("p99", 4, right=True),
-    Column("waited", 3, right=True), Column("GB/s", 5, right=True),
+    Column("waited", 3, right=True), Column("direct", 8, right=True), Column("GB/s", 5, right=True),
 )  # fmt: skip
 PADDING = 2  # of a column, left and right together
 

@@ -54,6 +54,7 @@ class CollectiveInstance:
     starts: dict[int, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     failure: str = ""
+    is_direct: bool = False  # nobody copied: it is so on all ranks, or on none
 
     @property
     def is_whole(self) -> bool:
@@ -74,6 +75,7 @@ class Numbers:
 
     nbytes: int
     count: int = 0
+    direct: int = 0  # of these, between symmetric tensors
     moving: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     waiting: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
@@ -83,6 +85,7 @@ class Numbers:
         return {
             "count": self.count,
             "bytes": self.nbytes,
+            "direct": self.direct / self.count,
             "p50": middle,
             "p90": percentile(ordered, 0.9),
             "p99": percentile(ordered, 0.99),
@@ -169,6 +172,7 @@ class Live:
         instance.starts[rank] = operation.created_ns
         if operation.finished_ns is not None:
             instance.ends[rank] = operation.finished_ns
+            instance.is_direct |= operation.copies == "direct"
         if operation.state not in ("running", "completed"):
             instance.failure = operation.state
             self.failed.add(rank)
@@ -207,6 +211,7 @@ class Live:
         bucket = 1 << (size - 1).bit_length() if size > 1 else size
         numbers = self.numbers.setdefault((instance.first.call, bucket), Numbers(bucket))
         numbers.count += 1
+        numbers.direct += instance.is_direct
         numbers.moving.append(max(0, max(instance.ends.values()) - last) / 1e9)
         numbers.waiting.append((last - first) / 1e9)
         middle, pack = end_of_pack(starts.values())
