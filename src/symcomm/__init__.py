@@ -74,7 +74,8 @@ _PUBLIC = {
         "all_reduce_coalesced", "all_reduce_shards", "all_to_all", "all_to_all_single", "barrier", "batch", "broadcast",
         "broadcast_object", "gather", "gather_object", "gather_single", "irecv", "isend", "monitored_barrier",
         "new_group", "new_window", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced",
-        "reduce_scatter_shards", "reduce_scatter_single", "scatter", "scatter_object", "send", "shard_range", "split",
+        "reduce_scatter_shards", "reduce_scatter_single", "scatter", "scatter_object", "scatter_single", "send",
+        "shard_range", "split",
     ),
 }  # fmt: skip
 _LAZY = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -94,7 +94,10 @@ OPS = (
         "gather_single", "gather_single", "GATHER", *_PAIR, alias="gather_into_tensor",
         plan="gather", number=10, rooted=True, listed=False, copies=True,
     ),
-    Op("scatter", "scatter", "SCATTER", "inputs", "output", *_TORCH_LISTS, plan="scatter", number=8, rooted=True),
+    Op(
+        "scatter", "scatter", "SCATTER", "inputs", "output", *_TORCH_LISTS,
+        plan="scatter", number=8, rooted=True, listed=True,
+    ),
     Op(
         "all_to_all", "alltoall", "ALLTOALL", "inputs", "outputs", *_TORCH_LISTS,
         plan="all_to_all", listed=True, copies=True,

@@ -227,6 +227,9 @@ def _copies(g: ProcessGroup) -> None:
                     out = place(group, blank(count), kind)
                     group.scatter(out, parts if g.rank == root else None, root)
                     assert same_bits(out, sources[g.rank]), case
+                    out = place(group, blank(count), kind)
+                    group.scatter_single(out, whole if g.rank == root else None, root)
+                    assert same_bits(out, sources[g.rank]), case
                     slot = whole[g.rank * count :][:count]  # in place: the input is a piece of the output
                     slot.copy_(mine)
                     group.all_gather_single(whole, slot)
@@ -440,6 +443,14 @@ BAD = {
     "one output": (
         lambda g: g.gather_single(torch.ones(5), torch.ones(3), 0),
         "output must be (6 elements|given on the root only)",
+    ),
+    "one input": (
+        lambda g: g.scatter_single(torch.ones(3), torch.ones(5), 0),
+        "input must be (6 elements|given on the root only)",
+    ),
+    "one tensor for the list": (
+        lambda g: g.scatter(torch.ones(3), [torch.ones(6)], 0),
+        "inputs must be (a list of 2 tensors|given on the root only)",
     ),
     "splits": (
         lambda g: g.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], [2, 2]),

@@ -263,6 +263,9 @@ def gather_and_scatter(gpu: Any, core: Any) -> None:
         back = torch.empty(n, device="cuda")
         gpu.scatter(back, places, root)
         same(back, mine, (root, n))
+        back = torch.empty(n, device="cuda")
+        gpu.scatter_single(back, whole, root)
+        same(back, mine, (root, n))
 
 
 @check

@@ -54,6 +54,7 @@ def asynchronous_calls(g: ProcessGroup) -> list[Callable[[], Any]]:
         lambda: g.gather(ones if at_root else None, one, root, async_op=True),
         lambda: g.gather_single(row if at_root else None, one, root, async_op=True),
         lambda: g.scatter(one, ones if at_root else None, root, async_op=True),
+        lambda: g.scatter_single(one, row if at_root else None, root, async_op=True),
         lambda: g.all_to_all_single(row, rows, async_op=True),
         lambda: g.barrier(async_op=True),
     ]

@@ -30,7 +30,7 @@ New = Callable[[int], torch.Tensor]
 
 
 def cases(g: ProcessGroup, new: New, n: int = 3) -> dict[str, Case]:
-    x, y, z, b, c, part, piece, got, sub = (new(n) for _ in range(9))
+    x, y, z, b, c, part, piece, got, came, sub = (new(n) for _ in range(10))
     row, taken, swapped, sent, lists = ([new(n) for _ in range(WORLD)] for _ in range(5))
     whole, six, gathered, flat, mine = (new(WORLD * n) for _ in range(5))
     root = g.rank == 1
@@ -48,6 +48,9 @@ def cases(g: ProcessGroup, new: New, n: int = 3) -> dict[str, Case]:
             lambda **o: g.gather_single(gathered if root else None, z, 1, **o), [gathered] if root else [], [z]
         ),
         "scatter": Case(lambda **o: g.scatter(got, sent if root else None, 1, **o), [got], sent if root else []),
+        "scatter_single": Case(
+            lambda **o: g.scatter_single(came, six if root else None, 1, **o), [came], [six] if root else []
+        ),
         "all_to_all_single": Case(lambda **o: g.all_to_all_single(flat, six, **o), [flat], [six]),
         "all_to_all_single, splits": Case(
             lambda **o: g.all_to_all_single(mine, six, [n, n], [n, n], **o), [mine], [six]
@@ -66,7 +69,7 @@ REFUSE = {
 }  # fmt: skip
 CACHED = {
     "all_reduce", "reduce", "broadcast", "reduce_scatter_single", "reduce_scatter", "all_gather_single", "all_gather",
-    "gather", "gather_single", "scatter", "all_to_all_single",
+    "gather", "gather_single", "scatter", "scatter_single", "all_to_all_single",
 }  # fmt: skip
 
 

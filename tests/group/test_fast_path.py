@@ -125,6 +125,11 @@ def _scatter(g, new, n):
     return lambda: g.scatter(out, row, 1), [out], [g.rank + 1.0]
 
 
+def _scatter_single(g, new, n):
+    out, whole = new(0, n), new(3, WORLD * n) if g.rank == 1 else None
+    return lambda: g.scatter_single(out, whole, 1), [out], [3.0]
+
+
 def _all_to_all_single(g, new, n):
     x, out = new(g.rank + 1, WORLD * n), new(0, WORLD * n)
     parts = list(out.detach().view(-1).tensor_split(WORLD))
@@ -133,7 +138,8 @@ def _all_to_all_single(g, new, n):
 
 CALLS = (
     _all_reduce, _maximum, _reduce, _broadcast, _reduce_scatter_single, _reduce_scatter_in_place, _reduce_scatter,
-    _all_gather_single, _all_gather_in_place, _all_gather, _gather, _gather_single, _scatter, _all_to_all_single,
+    _all_gather_single, _all_gather_in_place, _all_gather, _gather, _gather_single, _scatter, _scatter_single,
+    _all_to_all_single,
 )  # fmt: skip
 NO_ORDER = ("complex", "conjugate")  # no maximum
 NO_SLICES = ("negative", "negative at a low address", "imaginary part", "conjugate", "every second", "subclass")

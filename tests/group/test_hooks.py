@@ -53,6 +53,8 @@ def every_call(g: Any) -> list[tuple[str, Any, Any]]:
          [("GATHER", 1, [TWO], [FOUR] if at_root else [])]),
         ("scatter", lambda a: g.scatter(t(2), two if at_root else None, 1, async_op=a),
          [("SCATTER", 1, [TWO, TWO] if at_root else [], [TWO])]),
+        ("scatter_single", lambda a: g.scatter_single(t(2), t(4) if at_root else None, 1, async_op=a),
+         [("SCATTER", 1, [FOUR] if at_root else [], [TWO])]),
         ("all_to_all", lambda a: g.all_to_all([t(2), t(2)], two, async_op=a), [("ALLTOALL", -1, [TWO] * 2, [TWO] * 2)]),
         ("all_to_all_single", lambda a: g.all_to_all_single(t(2), t(2), async_op=a),
          [("ALLTOALL_BASE", -1, [TWO], [TWO])]),

@@ -114,6 +114,11 @@ def calls(group) -> dict:
             lambda: group.scatter(ones(2), part if me == 0 else None, 0),
             lambda: group.scatter(ones(2), part[1:], 0),
         ],
+        "scatter_single": [
+            lambda: group.scatter_single(ones(2), ones(2 * size) if me == 0 else None, 0),
+            lambda: group.scatter_single(ones(2), ones(5), 0),
+            lambda: group.scatter_single(ones(2), [ones(2 * size)], 0),
+        ],
         "all_to_all_single": [
             lambda: group.all_to_all_single(ones(2 * size), ones(2 * size)),
             lambda: group.all_to_all_single(ones(2 * size), ones(2 * size + 1)),

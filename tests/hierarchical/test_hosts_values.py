@@ -117,6 +117,9 @@ def every_collective(group, count: int):
     out = torch.empty(count)
     group.scatter(out, [values(50 + r, count) for r in range(size)] if rank == 2 else None, 2)
     said["scatter"] = out
+    out = torch.empty(count)
+    group.scatter_single(out, torch.cat([values(60 + r, count) for r in range(size)]) if rank == 2 else None, 2)
+    said["scatter_single"] = out
     out = torch.empty(size * count)
     group.all_to_all_single(out, values(rank, size * count))
     said["all_to_all_single"] = out
@@ -148,6 +151,7 @@ def test_every_collective(hosts, count, small_chunks):
         assert got["gather_single"] is None if rank != 1 else torch.equal(got["gather_single"], torch.cat(inputs))
         assert got["gather"] is None if rank != 1 else torch.equal(got["gather"], torch.cat(inputs))
         assert torch.equal(got["scatter"], values(50 + rank, count))
+        assert torch.equal(got["scatter_single"], values(60 + rank, count))
         assert torch.equal(
             got["all_to_all_single"],
             torch.cat([values(r, size * count)[rank * count : (rank + 1) * count] for r in range(size)]),

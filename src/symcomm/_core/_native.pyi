@@ -145,6 +145,17 @@ class Group:
         batch: Batch | None,
         /,
     ) -> Request: ...
+    def submit_after(
+        self,
+        request: Request,
+        prepare: Callable[[], tuple[Plan, tuple[int, ...], tuple[int, ...]] | bytes | None],
+        timeout_ns: int,
+        site: int,
+        written: tuple[object, ...],
+        callback: Callable[[int], object] | None,
+        batch: Batch | None,
+        /,
+    ) -> Request: ...
     def submit_cached(
         self, call: int, detail: object, input: object, output: object, site: int, /
     ) -> Request | int: ...

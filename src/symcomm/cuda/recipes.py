@@ -193,7 +193,7 @@ def _scatter(recipes: Recipes, r: Request) -> Recipe:
     [out], size = r.outputs, recipes.size
     matrix = [[out.nbytes if i == r.root else 0] * size for i in range(size)]
     targets = [out.address if i == r.root else None for i in range(size)]
-    return _exchange(recipes, _pieces(r.inputs, r.sizes, True), matrix, targets)
+    return _exchange(recipes, _pieces(r.inputs, r.sizes, r.listed), matrix, targets)
 
 
 def _all_to_all(recipes: Recipes, r: Request) -> Recipe:

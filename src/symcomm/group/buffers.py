@@ -114,7 +114,7 @@ def _assign(target: Any, source: Any) -> None:
 
 
 # The calls of which torch's own backends take outputs whose elements share memory.
-TAKES_EXPANDED = ("all_reduce", "reduce", "broadcast", "scatter", "all_to_all_single")
+TAKES_EXPANDED = ("all_reduce", "reduce", "broadcast", "scatter", "scatter_single", "all_to_all_single")
 
 
 def _shared_dimensions(tensor: Any) -> list[int]:

@@ -161,6 +161,7 @@ class _GroupCalls:
             op.name: CallSpec(HookOpName[op.hook_name], op.inputs, op.outputs, "root" if op.rooted else "")
             for op in OPS if op.torch not in ("send", "recv", "recv_anysource")
         },
+        "scatter_single": CallSpec(HookOpName.SCATTER, "input", "output", "root"),
         "all_gather_bytes": CallSpec(HookOpName.ALLGATHER, is_async=False),
         "monitored_barrier": CallSpec(HookOpName.BARRIER, is_async=False),
         "send": CallSpec(HookOpName.SEND, "tensor", root="peer", is_async=False),

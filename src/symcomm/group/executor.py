@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from symcomm import collectives, errors
@@ -21,9 +22,9 @@ from symcomm.group.buffers import Buffer
 from symcomm.group.custom_plans import CustomCall
 from symcomm.group.failure import call_site, format_site
 from symcomm.group.refusal import Refusals, Settled, pack
-from symcomm.group.request import Request
+from symcomm.group.request import Request, Splits
 from symcomm.group.state import GroupState
-from symcomm.group.work import Timeout, Work, batch_of, to_ns
+from symcomm.group.work import FollowingWork, Timeout, Work, batch_of, to_ns
 from symcomm.types import DType
 
 MOST_PLANS = 4096  # kept by a group; a program that needs more makes them anew
@@ -54,6 +55,10 @@ class Executor(ABC):
     ) -> array.array[Any]:
         """Everybody's array in host memory, one after the other; ``sizes``: their lengths, where they differ."""
 
+    def agree(self, async_op: bool, timeout: Timeout, splits: Splits) -> Any:
+        """Everybody's elements to each rank; ``splits`` itself where the call that asks for them need not wait."""
+        return splits.agreed(self.all_gather_array(splits.call, splits.mine, DType.INT64, timeout))
+
 
 class HostExecutor(Executor):
     """On tensors in host memory, whatever connects the ranks. It keeps plans, and works that are under way."""
@@ -78,8 +83,7 @@ class HostExecutor(Executor):
     ) -> array.array[Any]:
         sizes = sizes or (len(mine),) * self.state.size
         everyone = array.array(mine.typecode, bytes(mine.itemsize * sum(sizes)))
-        source, out = (Buffer(a.buffer_info()[0], len(a), dtype, a) for a in (mine, everyone))
-        self.execute(Request("all_gather_single", [source], [out], [], sizes, dtype, call=call), False, timeout)
+        self.execute(gather_of(call, mine, everyone, dtype, sizes), False, timeout)
         return everyone
 
     def kept_plan(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -112,6 +116,14 @@ class HostExecutor(Executor):
     def after_fork(self) -> None:
         """In a forked child: a thread of the parent may have held the lock."""
         self._keep_lock = threading.Lock()
+
+
+def gather_of(
+    call: str, mine: array.array[Any], everyone: array.array[Any], dtype: DType, sizes: tuple[int, ...]
+) -> Request:
+    """The request that makes ``everyone`` all ranks' arrays."""
+    source, out = (Buffer(a.buffer_info()[0], len(a), dtype, a) for a in (mine, everyone))
+    return Request("all_gather_single", [source], [out], [], sizes, dtype, call=call)
 
 
 class LocalExecutor(HostExecutor):
@@ -162,13 +174,15 @@ class LocalExecutor(HostExecutor):
             args.append(request.redop)
         if op.rooted:
             args.append(request.root)
-        if op.listed is not None:
-            args.append(op.listed)
+        if request.listed is not None:
+            args.append(request.listed)
         return self.cached_plan(getattr(collectives, op.plan), *args, shards=0 if op.rooted else request.root)
 
     # --- running ----------------------------------------------------------------------------------------------
 
     def execute(self, request: Request, async_op: Any, timeout: Timeout) -> Work | None:
+        if isinstance(request.sizes, Splits):
+            return self._execute_agreed(request, request.sizes, async_op, timeout)
         refusal = request.ask_autograd()
         state, op, plan = self.state, request.op, self._plan_of(request)
         if request.key is not None and op.number >= 0:
@@ -176,6 +190,45 @@ class LocalExecutor(HostExecutor):
         request.keep_apart(state.rank, state.size)
         buffers = request.inputs, request.outputs
         work = self._run(request.call, plan, buffers, request.written, request.result, async_op, timeout)
+        if refusal is not None:
+            raise refusal
+        return work
+
+    def agree(self, async_op: bool, timeout: Timeout, splits: Splits) -> Any:
+        return splits if async_op else super().agree(async_op, timeout, splits)
+
+    def _execute_agreed(self, request: Request, splits: Splits, async_op: Any, timeout: Timeout) -> Work:
+        """An asynchronous call of two operations: in the first, ranks tell each other the sizes on which the plan of
+        the second depends. Whoever runs that one makes its plan."""
+        state, site = self.state, call_site(2)
+        refusal = request.ask_autograd()
+        request.keep_apart(state.rank, state.size)
+        timeout_ns = state.timeout_ns if timeout is None else to_ns(request.call, timeout)
+        if self.pending:
+            self._refresh_copies([b for b in (*request.outputs, *request.inputs) if b.original is not None])
+        everyone = array.array("q", bytes(8 * len(splits.mine) * state.size))
+        sizes = (len(splits.mine),) * state.size
+        first = self.execute(gather_of(request.call, splits.mine, everyone, DType.INT64, sizes), async_op, timeout)
+        assert first is not None  # it is asynchronous
+
+        def prepare() -> Any:
+            try:
+                request.sizes = splits.agreed(everyone)
+            except errors.BadArgumentError as error:
+                return work.refuse(error)  # on every rank
+            try:
+                plan = self._plan_of(request)
+            except Exception as error:
+                work.refuse(error)
+                return pack(state.rank, error, format_site(site))
+            work.kept = (*work.kept, plan)
+            return plan, _places(request.inputs), tuple([b.address for b in request.outputs])
+
+        kept = (request.inputs, request.written, prepare)
+        work = FollowingWork(state, request.call, site, request.outputs, request.result, kept)
+        work.first = first
+        submit = partial(state.handle.submit_after, first.request, prepare, timeout_ns, state.arena.flight.site(site))
+        self._queue(work, batch_of(async_op), partial(submit, request.written))
         if refusal is not None:
             raise refusal
         return work
@@ -200,7 +253,7 @@ class LocalExecutor(HostExecutor):
         timeout_ns = state.timeout_ns if timeout is None else to_ns(call, timeout)
         if self.pending:
             self._refresh_copies([b for b in (*outputs, *inputs) if b.original is not None])
-        ins = tuple([b.address for b in inputs])
+        ins = _places(inputs)
         outs = tuple([b.address for b in outputs])
         if state.failure is not None:
             state.check_usable()
@@ -224,18 +277,22 @@ class LocalExecutor(HostExecutor):
     ) -> Work:  # fmt: skip
         state, site, (inputs, outputs) = self.state, call_site(4), buffers
         work = Work(state, call, site, outputs, result, (inputs, written, plan))
-        callback = work.copy_out_in_core if any(b.target is not None for b in outputs) else None
         where = state.arena.flight.site(site)
+        self._queue(work, batch, partial(state.handle.submit, plan, *addresses, timeout_ns, where, written))
+        return work
+
+    def _queue(self, work: Work, batch: Any, submit: Callable[[Any, Any], Any]) -> None:
+        """``submit(callback, batch)`` hands the core what ``work`` stands for."""
+        callback = work.copy_out_in_core if any(b.target is not None for b in work.outputs) else None
         self.keep(work)
         try:
-            work.request = state.handle.submit(plan, *addresses, timeout_ns, where, written, callback, batch)
+            work.request = submit(callback, batch)
         except OSError as error:
             self.pending.remove(work)
             raise errors.no_thread("asynchronous operations", error) from None
         except BaseException:
-            state.handle.abort()  # an interrupt: nobody knows whether it was submitted
+            self.state.handle.abort()  # an interrupt: nobody knows whether it was submitted
             raise
-        return work
 
     def queue_seen(self, call: str, number: int, detail: Any, source: Any, target: Any) -> Work | None:
         state = self.state
@@ -293,6 +350,12 @@ class LocalExecutor(HostExecutor):
             and (not last or last[0].settled)  # they end in order
             and self.state.handle.announce(self._polls)
         )
+
+
+def _places(inputs: Sequence[Buffer]) -> tuple[int, ...]:
+    """Addresses. Of an empty tensor in a list, another one's will do: peers can reach the list if they reach all."""
+    some = next((b.address for b in inputs if b.count), 0)
+    return tuple([b.address if b.count else some for b in inputs])
 
 
 def _barrier(rank: int, world: int, limits: Any) -> Plan:

@@ -56,6 +56,7 @@ _KNOWN_BY: dict[Any, tuple[int, Callable[..., tuple[Any, Any, Any]]]] = {
     request.gather: (_GATHER, lambda outputs, input, root: (root, input, outputs)),
     request.gather_single: (_GATHER_SINGLE, lambda output, input, root: (root, input, output)),
     request.scatter: (_SCATTER, lambda output, inputs, root: (root, inputs, output)),
+    request.scatter_single: (_SCATTER, lambda output, input, root: (root, input, output)),
     request.all_to_all_single: (
         _ALL_TO_ALL_SINGLE,
         lambda output, input, out_splits, in_splits, _: (0 if out_splits is in_splits is None else None, input, output),
@@ -103,7 +104,8 @@ class GroupCalls:
             raise self.state.fail_with_status(status, ask.__name__, call_site(2), None)
         if async_op is True and timeout is None and ask in _KNOWN_BY:
             number, describe = _KNOWN_BY[ask]
-            work = self.executor.queue_seen(ask.__name__, number, *describe(*args))
+            detail, *tensors = describe(*args)
+            work = None if detail is None else self.executor.queue_seen(ask.__name__, number, detail, *tensors)
             if work is not None:
                 return work
         with Refusals(self):
@@ -231,6 +233,17 @@ class GroupCalls:
             status = self._run_cached(_SCATTER, root, inputs, output)
         return self._go_on(status, request.scatter, (output, inputs, root), async_op, timeout) if status else None
 
+    def scatter_single(
+        self, output: Any, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """Like scatter, from one tensor: ``root``'s ``input`` is one piece per rank, one after the other.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
+        status = -1
+        if async_op is False and timeout is None:
+            status = self._run_cached(_SCATTER, root, input, output)
+        return self._go_on(status, request.scatter_single, (output, input, root), async_op, timeout) if status else None
+
     # --- all to all -------------------------------------------------------------------------------------------
 
     def all_to_all_single(
@@ -247,7 +260,7 @@ class GroupCalls:
             status = self._run_cached(_ALL_TO_ALL_SINGLE, 0, input, output)
         if not status:
             return None
-        args = (output, input, output_splits, input_splits, partial(self._agree_on_splits, timeout))
+        args = (output, input, output_splits, input_splits, partial(self.executor.agree, bool(async_op), timeout))
         return self._go_on(status, request.all_to_all_single, args, async_op, timeout)
 
     def all_to_all(
@@ -256,14 +269,8 @@ class GroupCalls:
         """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
-        args = (outputs, inputs, partial(self._agree_on_splits, timeout))
+        args = (outputs, inputs, partial(self.executor.agree, bool(async_op), timeout))
         return self._go_on(-1, request.all_to_all, args, async_op, timeout)
-
-    def _agree_on_splits(self, timeout: Timeout, call: str, sent: Sequence[int], got: Sequence[int]) -> Any:
-        """Everybody's split sizes, so that each rank knows where in a peer's input its piece lies."""
-        everyone = self.executor.all_gather_array(call, array.array("q", [*sent, *got]), DType.INT64, timeout)
-        width = 2 * self.size
-        return request.check_splits(call, [everyone[width * r : width * (r + 1)] for r in range(self.size)])
 
     # --- several at once --------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ A group says how tensors are viewed: as bytes of the host's memory (buffers.py) 
 
 from __future__ import annotations
 
+import array
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -38,7 +39,20 @@ class Caller(Protocol):
 class Request:
     """One call: checked, and ready for a group to execute."""
 
-    __slots__ = ("call", "dtype", "inputs", "key", "op", "outputs", "redop", "result", "root", "sizes", "writes")
+    __slots__ = (
+        "call",
+        "dtype",
+        "inputs",
+        "key",
+        "listed",
+        "op",
+        "outputs",
+        "redop",
+        "result",
+        "root",
+        "sizes",
+        "writes",
+    )
 
     def __init__(
         self,
@@ -53,12 +67,15 @@ class Request:
         key: tuple[Any, Any, Any] | None = None,
         call: str = "",
         writes: bool = True,
+        listed: bool | None = None,
     ):
         self.op: Op = BY_NAME[name]
+        self.listed = self.op.listed if listed is None else listed  # as Op.listed
         self.inputs = inputs  # views that are read
         self.outputs = outputs  # views that are written
         self.result = result  # the tensors that a Work hands out
-        self.sizes = sizes  # elements: of the tensor, or of each rank's piece, or of the pieces from each to each
+        # elements: of the tensor, or of each rank's piece, or of the pieces from each to each, which may be Splits
+        self.sizes = sizes
         self.dtype = dtype
         self.redop = redop
         self.root = root  # or, of an operation without one, the number of logical shards (shards.py)
@@ -257,12 +274,41 @@ def scatter(group: Caller, output: Any, inputs: Any, root: int) -> Request:
     for k, source in enumerate(sources):
         _check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
     sizes, key = (out.count,) * group.size, (root, inputs, output)
-    return Request(call, sources, [out], [output], sizes, dtype, root=root, key=key)
+    return Request(call, sources, [out], [output], sizes, dtype, root=root, key=key, listed=True)
+
+
+def scatter_single(group: Caller, output: Any, input: Any, root: int) -> Request:
+    """To the other ranks it is a scatter: only the root knows whether its pieces are one tensor."""
+    call = "scatter_single"
+    check_root(group, call, root)
+    out = group.views.write(call, "output", output)
+    sources = _at_root(group, call, root, "input", input, group.views.read)
+    dtype = _same_dtype(call, [out, *sources])
+    for source in sources:
+        _check_count(call, "input", source.count, out.count * group.size, f"{group.size} times output's")
+    sizes, key = (out.count,) * group.size, (root, input, output)
+    return Request(
+        "scatter", sources, [out], [output], sizes, dtype, root=root, key=key, call=call, listed=group.rank != root
+    )
 
 
 # --- all to all ------------------------------------------------------------------------------------------------------
 
-Agree = Callable[[str, Sequence[int], Sequence[int]], Any]  # (call, elements to each rank, from each) -> everybody's
+Agree = Callable[["Splits"], Any]  # everybody's elements to each rank, or the same, where they are found out later
+
+
+class Splits:
+    """The sizes of an all_to_all on which ranks have yet to agree: ``mine``, elements to each rank and from each."""
+
+    def __init__(self, call: str, sent: Sequence[int], got: Sequence[int]):
+        self.call = call
+        self.mine = array.array("q", [*sent, *got])
+
+    def agreed(self, everyone: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Everybody's elements to each rank, of what all ranks said, so that each knows where in a peer's input its
+        piece lies."""
+        width = len(self.mine)
+        return check_splits(self.call, [everyone[start : start + width] for start in range(0, len(everyone), width)])
 
 
 def all_to_all_single(
@@ -274,7 +320,7 @@ def all_to_all_single(
     sent = _split_counts(group, call, "input", input, source.count, input_splits)
     got = _split_counts(group, call, "output", output, out.count, output_splits)
     if output_splits or input_splits:
-        return Request(call, [source], [out], [output], agree(call, sent, got), dtype)
+        return Request(call, [source], [out], [output], agree(Splits(call, sent, got)), dtype)
     _check_count(call, "output", out.count, source.count, "input's")
     return Request(call, [source], [out], [output], sent[0], dtype, key=(0, input, output))
 
@@ -284,7 +330,7 @@ def all_to_all(group: Caller, outputs: Any, inputs: Any, agree: Agree) -> Reques
     sources = group.views.read_list(call, "inputs", inputs, group.size)
     outs = group.views.write_list(call, "outputs", outputs, group.size)
     dtype = _same_dtype(call, [*sources, *outs])
-    matrix = agree(call, [s.count for s in sources], [o.count for o in outs])
+    matrix = agree(Splits(call, [s.count for s in sources], [o.count for o in outs]))
     return Request(call, sources, outs, outputs, matrix, dtype)
 
 

@@ -103,8 +103,7 @@ class Work(Outcome):
             if self.settled:
                 return
             if status:
-                seconds = time.monotonic() - self._started
-                self._error = self._state.fail_with_status(status, self.call, self._site, seconds)
+                self._error = self._failure(status)
             else:
                 try:
                     for buffer in self.outputs:
@@ -112,6 +111,9 @@ class Work(Outcome):
                 except Exception as error:  # of this rank alone: its output cannot hold what came
                     self._error = error
             self._end()
+
+    def _failure(self, status: int) -> BaseException:
+        return self._state.fail_with_status(status, self.call, self._site, time.monotonic() - self._started)
 
     def _end(self) -> None:
         """It has ended, and needs nothing any more."""
@@ -226,3 +228,20 @@ class Work(Outcome):
 
         self.add_done_callback(complete)
         return future
+
+
+class FollowingWork(Work):
+    """The second operation of a call, which runs as the first one says, if that succeeds."""
+
+    first: Work
+    _refusal: BaseException | None = None
+
+    def refuse(self, error: BaseException) -> None:
+        """It does not take place, and this is why."""
+        self._refusal = error
+
+    def _copy_out(self, status: int) -> None:
+        super()._copy_out(status or (self._refusal is not None))
+
+    def _failure(self, status: int) -> BaseException:
+        return self.first.exception() or self._refusal or super()._failure(status)

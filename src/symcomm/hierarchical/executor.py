@@ -226,7 +226,7 @@ def _gather(layout: Layout, r: Request) -> Body:
 
 
 def _scatter(layout: Layout, r: Request) -> Body:
-    [out], sources = r.outputs, [source.address for source in r.inputs]
+    [out], sources = r.outputs, addresses_of(r.inputs, r.sizes, r.listed)
     act = eager.scatter if layout.fits_eager(out.nbytes * layout.widest) else pipelined.scatter
     return partial(act, sources=sources, target=out.address, nbytes=out.nbytes, root=r.root)
 

@@ -101,6 +101,41 @@ def nobody_waits_in_the_call(rank: int, path: str) -> None:
             equal(tensor[-1:], [96.0])
 
 
+def _uneven(rank: int, group: Any, as_list: bool, rows: int) -> tuple[list[Any], Callable[[], Any]]:
+    """(where pieces come, an asynchronous call with pieces of uneven sizes)"""
+    sent = [rows, rows + 1] if rank == 0 else [rows + 2, 0]
+    got = [rows, rows + 2] if rank == 0 else [rows + 1, 0]
+    given = torch.arange(2.0 * sum(sent)).view(-1, 2) + 1000 * rank
+    if not as_list:
+        out = torch.zeros(sum(got), 2)
+        return [out], lambda: dist.all_to_all_single(out, given, got, sent, group=group, async_op=True)
+    outs = [torch.zeros(n, 2) for n in got]
+    return outs, lambda: dist.all_to_all(outs, list(given.split(sent)), group=group, async_op=True)
+
+
+@check
+def uneven_exchanges_return_at_once(rank: int, path: str) -> None:
+    """Though the other rank comes only after a message that is sent behind the call; with Gloo's values."""
+    with joined(rank, path):
+        gloo = dist.new_group(backend="gloo")
+        for rows, as_list in ((0, False), (1, False), (3000, False), (0, True), (5, True), (3000, True)):
+            outs, call = _uneven(rank, None, as_list, rows)
+            if rank == 1:
+                dist.recv(torch.zeros(1), 0)
+            work = call()
+            behind = torch.ones(1)
+            after = dist.all_reduce(behind, async_op=True)
+            if rank == 0:
+                dist.send(torch.zeros(1), 1)
+            after.wait()
+            assert behind.item() == WORLD and work.is_completed()  # they end in order
+            assert work.wait() and work.is_success()
+            equal(torch.cat([t.view(-1) for t in work.get_future().wait()]), torch.cat([t.view(-1) for t in outs]))
+            expected, like_gloo = _uneven(rank, gloo, False, rows)
+            like_gloo().wait()
+            equal(torch.cat(outs), expected[0])
+
+
 @check
 def failures_come_out_of_wait(rank: int, path: str) -> None:
     with joined(rank, path) as group:

@@ -78,6 +78,10 @@ static void raise_versions(const struct request *r) {
 
 static int64_t run_request(struct group *g, struct request *r) {
     if (leave_is_done(g)) return STATUS_LEFT; /* and nobody may keep the tensors any more */
+    if (r->after) {
+        int64_t status = r->after->status;
+        if (status || (status = r->prepare(r)) != 0) return status;
+    }
     if (r->plan == NULL) return exec_refuse(g, r->words, r->n_words, r->timeout, r->from);
     if (r->batch && r->batch->refused) return r->batch->refused;
     int64_t status = exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
@@ -88,10 +92,10 @@ static int64_t run_request(struct group *g, struct request *r) {
 
 /* How soon a call was waited for says how soon the next one of its kind will be. */
 static void note_wait(const struct request *r, bool soon) {
-    if (r->plan == NULL) return;
-    int before = atomic_load_explicit(&r->plan->impatience, memory_order_relaxed);
+    if (r->kind == NULL) return;
+    int before = atomic_load_explicit(&r->kind->impatience, memory_order_relaxed);
     int now = soon ? before - (before > 0) : PATIENCE;
-    if (now != before) atomic_store_explicit(&r->plan->impatience, now, memory_order_relaxed);
+    if (now != before) atomic_store_explicit(&r->kind->impatience, now, memory_order_relaxed);
 }
 
 static void say_done(struct request *r) {
@@ -201,7 +205,7 @@ static struct worker *start(struct group *g) {
 
 /* A kind of call that is waited for soon is left to its caller for a while. */
 static int64_t choose_due(const struct request *r) {
-    bool soon = r->plan && atomic_load_explicit(&r->plan->impatience, memory_order_relaxed) == 0;
+    bool soon = r->kind && atomic_load_explicit(&r->kind->impatience, memory_order_relaxed) == 0;
     return soon ? r->submitted + LINGER_NS : 0;
 }
 
@@ -376,9 +380,16 @@ void async_release(struct request *r) {
     free((void *)r->buffers.in);
     free((void *)r->buffers.out);
     free(r->words);
+    if (r->after) async_release(r->after);
     async_leave_batch(r->batch);
     free(r->versions);
     free(r);
+}
+
+void async_follow(struct request *r, struct request *first, int64_t (*prepare)(struct request *), void *preparation) {
+    atomic_fetch_add_explicit(&first->references, 1, memory_order_relaxed);
+    r->after = first, r->prepare = prepare, r->preparation = preparation;
+    r->kind = first->kind;
 }
 
 void async_join_batch(struct request *r, struct batch *b) {
@@ -430,23 +441,33 @@ struct request *async_request(struct group *g, struct plan *p, const struct buff
                               struct origin from) {
     struct request *r = calloc(1, sizeof *r);
     if (r == NULL) return NULL;
-    struct buffers own = {copy_addresses(b->in, b->n_in), copy_addresses(b->out, b->n_out), b->n_in, b->n_out};
-    *r = (struct request){.group = g, .plan = p, .buffers = own, .timeout = timeout, .from = from, .references = 1};
-    if (own.in && own.out) return r;
+    *r = (struct request){.group = g, .kind = p, .timeout = timeout, .from = from, .references = 1};
+    if (async_use(r, p, b)) return r;
     async_release(r);
     return NULL;
+}
+
+bool async_use(struct request *r, struct plan *p, const struct buffers *b) {
+    free((void *)r->buffers.in);
+    free((void *)r->buffers.out);
+    r->plan = p;
+    r->buffers = (struct buffers){copy_addresses(b->in, b->n_in), copy_addresses(b->out, b->n_out), b->n_in, b->n_out};
+    return r->buffers.in && r->buffers.out;
+}
+
+bool async_refuse_with(struct request *r, const char *words, size_t n) {
+    if ((r->words = malloc(n ? n : 1)) == NULL) return false;
+    memcpy(r->words, words, n);
+    r->n_words = n;
+    return true;
 }
 
 struct request *async_refusal(struct group *g, const char *words, size_t n, int64_t timeout, struct origin from) {
     struct buffers none = {NULL, NULL, 0, 0};
     struct request *r = async_request(g, NULL, &none, timeout, from);
-    if (r == NULL || (r->words = malloc(n ? n : 1)) == NULL) {
-        if (r) async_release(r);
-        return NULL;
-    }
-    memcpy(r->words, words, n);
-    r->n_words = n;
-    return r;
+    if (r == NULL || async_refuse_with(r, words, n)) return r;
+    async_release(r);
+    return NULL;
 }
 
 int64_t async_run_queued(struct group *g, struct plan *p, const struct buffers *b, int64_t timeout,

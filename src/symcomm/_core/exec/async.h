@@ -13,10 +13,17 @@ struct batch {
 
 struct request {
     struct group *group;
-    struct plan *plan; /* NULL: the rank refuses its call */
+    struct plan *plan;       /* NULL: the rank refuses its call */
+    const struct plan *kind; /* calls that are waited for alike; NULL: not known */
     char *words;       /* why */
     size_t n_words;
     struct batch *batch; /* or NULL */
+    /* A request whose plan depends on what ranks tell each other in the one before it, or NULL: it does not run where
+     * that one failed. Otherwise prepare() gives it its plan and buffers, or words to refuse it with, in the thread that
+     * runs it; or a status that ends it. */
+    struct request *after;
+    int64_t (*prepare)(struct request *);
+    void *preparation;
     struct buffers buffers;
     int64_t timeout;
     struct origin from;
@@ -41,6 +48,12 @@ struct request *async_request(struct group *g, struct plan *p, const struct buff
                               struct origin from);
 /* A call that is refused, told in its turn. NULL: no memory. */
 struct request *async_refusal(struct group *g, const char *words, size_t n, int64_t timeout, struct origin from);
+/* Before it is submitted: its plan will be known once `first`, submitted just before, has run. */
+void async_follow(struct request *r, struct request *first, int64_t (*prepare)(struct request *), void *preparation);
+/* The buffers that it works on, copied. False: no memory. */
+bool async_use(struct request *r, struct plan *p, const struct buffers *b);
+/* Why it is refused, copied. False: no memory. */
+bool async_refuse_with(struct request *r, const char *words, size_t n);
 void async_join_batch(struct request *r, struct batch *b);
 void async_leave_batch(struct batch *b);
 /* Takes the caller's reference for the worker as well. 0, or -1 when no thread could be started. */

@@ -76,9 +76,45 @@ static void call_back(struct request *r) {
     PyGILState_Release(state);
 }
 
+/* Takes what a preparation returned: (plan, inputs, outputs), words to refuse the call with, or None where all ranks
+ * know that it does not take place. Negative: there is an exception. */
+static int64_t take_prepared(struct request *r, PyObject *made) {
+    char *in[MAX_BUFFERS], *out[MAX_BUFFERS];
+    if (made == NULL) return -1;
+    if (made == Py_None) return STATUS_REFUSED;
+    if (PyBytes_Check(made)) {
+        bool is_told = async_refuse_with(r, PyBytes_AsString(made), (size_t)PyBytes_Size(made));
+        return is_told ? STATUS_OK : (PyErr_NoMemory(), -1);
+    }
+    PyObject *plan, *inputs, *outputs;
+    if (!PyArg_ParseTuple(made, "OOO", &plan, &inputs, &outputs)) return -1;
+    struct buffers b = {in, out, to_addresses(inputs, in), to_addresses(outputs, out)};
+    struct plan *p = PyCapsule_GetPointer(plan, PLAN_CAPSULE);
+    if (p == NULL || PyErr_Occurred()) return -1;
+    return async_use(r, p, &b) ? STATUS_OK : (PyErr_NoMemory(), -1);
+}
+
+/* What it raises, a signal handler did: that ends the group, and its caller passes it on. */
+static int64_t prepare(struct request *r) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *made = PyErr_Occurred() ? NULL : PyObject_CallNoArgs(r->preparation);
+    int64_t status = take_prepared(r, made);
+    Py_XDECREF(made);
+    bool has_caller = symcomm_caller && symcomm_caller->hooks;
+    if (status < 0 && !has_caller) PyErr_WriteUnraisable(r->preparation);
+    PyGILState_Release(state);
+    if (status >= 0) return status;
+    struct visit v;
+    visit_begin(&v, r->group);
+    status = sync_fail(&v, STATUS_INTERRUPTED, r->group->rank);
+    visit_end(&v);
+    return status;
+}
+
 static void drop_request(PyObject *capsule) {
+    struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
     Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule));
-    async_release(PyCapsule_GetPointer(capsule, REQUEST));
+    async_release(r);
 }
 
 static void drop_batch(PyObject *capsule) { async_leave_batch(PyCapsule_GetPointer(capsule, BATCH)); }
@@ -134,6 +170,25 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args
     struct request *r = async_request(c.group, c.plan, &c.buffers, c.timeout, c.from);
     if (r && batch) async_join_batch(r, batch);
     return exec_submit(r, c.written, args[6] == Py_None ? NULL : args[6]);
+}
+
+/* submit_after(request, prepare, timeout_ns, site, written, callback, batch) -> request. The caller keeps prepare. */
+static PyObject *submit_after(PyObject *self, PyObject *args) {
+    PyObject *first, *preparation, *written, *callback, *batch;
+    long long timeout;
+    unsigned int site;
+    if (!PyArg_ParseTuple(args, "OOLIO!OO", &first, &preparation, &timeout, &site, &PyTuple_Type, &written, &callback,
+                          &batch))
+        return NULL;
+    struct request *before = PyCapsule_GetPointer(first, REQUEST);
+    struct batch *joined = batch == Py_None ? NULL : PyCapsule_GetPointer(batch, BATCH);
+    if (PyErr_Occurred()) return NULL;
+    struct buffers none = {NULL, NULL, 0, 0};
+    struct origin from = {.site = site, .exact_site = 1, .way = FLIGHT_SLOW_PATH};
+    struct request *r = async_request(group_of(self), NULL, &none, timeout, from);
+    if (r) async_follow(r, before, prepare, preparation);
+    if (r && joined) async_join_batch(r, joined);
+    return exec_submit(r, written, callback == Py_None ? NULL : callback);
 }
 
 /* refuse(words, timeout_ns, site) -> 0, or why nobody was told. Returns at once: where it would have to wait,
@@ -196,6 +251,9 @@ PyMethodDef group_exec_methods[] = {
     METHOD(run, METH_FASTCALL, "(plan, inputs, outputs, timeout_ns, site, written tensors) -> status"),
     METHOD(submit, METH_FASTCALL,
            "(plan, inputs, outputs, timeout_ns, site, written tensors, callback, batch) -> request"),
+    METHOD(submit_after, METH_VARARGS,
+           "(request, prepare, timeout_ns, site, written tensors, callback, batch) -> request that runs what prepare() "
+           "returns once the one before has run: (plan, inputs, outputs), words to refuse it with, or None"),
     METHOD(refuse, METH_VARARGS, "(words, timeout_ns, site): tell the others that this rank refuses its call."),
     {NULL, NULL, 0, NULL},
 };
