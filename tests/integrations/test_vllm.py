@@ -87,6 +87,11 @@ class MultiprocExecutor:
     """Its workers take their time to end."""
 
     def __init__(self, is_failed: bool):
+        codes = [None, -9] if is_failed else [None, None]
+        self.workers = [
+            types.SimpleNamespace(rank=rank, proc=types.SimpleNamespace(pid=70 + rank, exitcode=code))
+            for rank, code in enumerate(codes)
+        ]
         self.is_failed, self.told = is_failed, []
         self.response_mqs = [types.SimpleNamespace(shutdown=lambda: self.told.append("queue"))] * 2
 
@@ -209,14 +214,20 @@ def test_names_of_queues_go_once_they_are_open():
 
 
 def test_the_engine_stops_waiting_for_a_dead_worker_before_the_others_end():
-    def order() -> list[list[str]]:
+    def order() -> tuple:
         registered("0.32.0", "")
         failed, well = MultiprocExecutor(True), MultiprocExecutor(False)
-        for executor in (failed, well, failed):
-            executor.shutdown()
-        return [failed.told, well.told]
+        well.shutdown()
+        quiet = last_words.heard(0)
+        failed.shutdown()
+        by_engine = last_words.heard(0)  # nobody was in a call
+        failed.shutdown()
+        last_words.leave(errors.RankFailedError("rank 1 (pid 71) died during all_reduce #3.", [1]))
+        return failed.told, well.told, quiet, by_engine, last_words.heard()
 
-    assert in_a_child(order) == [["queue", "queue", "workers", "workers"], ["workers"]]
+    told = in_a_child(order)
+    assert told[:3] == (["queue", "queue", "workers", "workers"], ["workers"], "")
+    assert told[3:] == ("rank 1 (pid 71) died with SIGKILL.", "rank 1 (pid 71) died during all_reduce #3.")
 
 
 def test_experts_of_other_ranks_count_nothing_here():

@@ -30,31 +30,32 @@ def listen() -> bool:
     return True
 
 
-def leave(error: BaseException) -> None:
-    """From a worker: why a call failed."""
+def leave(why: BaseException | str, sure: bool = True) -> None:
+    """From a worker: why a call failed. Or what somebody knows who was in none; that is told if nobody says more."""
     if (path := os.environ.get(VARIABLE)) is None:
         return
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
-            said = " ".join(str(error).split())[:MOST]
-            os.write(fd, f"{time.monotonic()} {said}\n".encode())
+            os.write(fd, f"{time.monotonic()} {sure:d} {' '.join(str(why).split())[:MOST]}\n".encode())
         finally:
             os.close(fd)
 
 
 def heard(patience: float = PATIENCE) -> str:
     """What was said first of late, or nothing."""
-    end = time.monotonic() + patience
+    end, unsure = time.monotonic() + patience, ""
     while _fd >= 0:
         for line in os.pread(_fd, 1 << 20, 0).decode(errors="replace").splitlines():
-            when, _, said = line.partition(" ")
+            when, sure, said = line.split(" ", 2)
             if float(when) > time.monotonic() - RECENT:
-                return said
+                if sure == "1":
+                    return said
+                unsure = unsure or said
         if time.monotonic() > end:
             break
         time.sleep(0.01)
-    return ""
+    return unsure
 
 
 def tell_clients() -> None:

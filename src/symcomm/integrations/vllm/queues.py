@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from symcomm import errors
+from symcomm.integrations.vllm import last_words
 from symcomm.undo import replace
 
 
@@ -31,8 +33,14 @@ def wake_engine() -> None:
 
     def shutdown(self: Any) -> None:
         if getattr(self, "is_failed", False) and not getattr(self, "shutting_down", False):
+            if dead := [_epitaph(worker) for worker in self.workers if worker.proc.exitcode]:
+                last_words.leave(f"{' and '.join(dead)}.", sure=False)  # the others may have been in no call
             for queue in getattr(self, "response_mqs", ()):
                 queue.shutdown()
         end_workers(self)
 
     replace(MultiprocExecutor, "shutdown", shutdown)
+
+
+def _epitaph(worker: Any) -> str:
+    return f"rank {worker.rank} (pid {worker.proc.pid}) {errors.format_exit(worker.proc.exitcode)}"
