@@ -15,12 +15,12 @@ struct request {
     struct group *group;
     struct plan *plan;       /* NULL: the rank refuses its call */
     const struct plan *kind; /* calls that are waited for alike; NULL: not known */
-    char *words;       /* why */
+    char *words;             /* why */
     size_t n_words;
     struct batch *batch; /* or NULL */
     /* A request whose plan depends on what ranks tell each other in the one before it, or NULL: it does not run where
-     * that one failed. Otherwise prepare() gives it its plan and buffers, or words to refuse it with, in the thread that
-     * runs it; or a status that ends it. */
+     * that one failed. Otherwise prepare() gives it its plan and buffers, or words to refuse it with, in the thread
+     * that runs it; or a status that ends it. */
     struct request *after;
     int64_t (*prepare)(struct request *);
     void *preparation;

@@ -22,7 +22,11 @@ enum { /* what a call of one kind does to this rank's outputs, as autograd sees 
 };
 
 /* Numbers in symcomm/ops.py: of the call that cannot work in place, and of those that take tensors only, no lists. */
-enum { CALL_ALL_TO_ALL_SINGLE = 5, CALL_SCATTER = 8, CALLS_OF_SINGLES = 1 << 2 | 1 << 4 | 1 << CALL_ALL_TO_ALL_SINGLE | 1 << 10 };
+enum {
+    CALL_ALL_TO_ALL_SINGLE = 5,
+    CALL_SCATTER = 8,
+    CALLS_OF_SINGLES = 1 << 2 | 1 << 4 | 1 << CALL_ALL_TO_ALL_SINGLE | 1 << 10
+};
 
 struct call_key { /* what a plan depends on */
     int64_t call, detail, dtype, count, out_count, n_in, n_out;
@@ -145,7 +149,7 @@ static void release_tensors(struct call_tensors *t) {
 static bool view_tensors(const struct group *g, PyObject *input, PyObject *output, int fewest, struct call_key *k,
                          struct call_tensors *t) {
     t->inputs = t->outputs = NULL;
-    if (CALLS_OF_SINGLES >> (k->call & 31) & 1) fewest = 2; /* which it was never run with */
+    if (CALLS_OF_SINGLES >> (k->call & 31) & 1) fewest = 2;               /* which it was never run with */
     int fewest_in = k->call == CALL_SCATTER && g->world > 1 ? 2 : fewest; /* a list of one is not the one tensor */
     k->n_in = view_all(input, fewest_in, &t->inputs, t->in, &k->count, &k->dtype);
     if (k->n_in < 0) return false;
