@@ -180,7 +180,8 @@ def test_a_rank_whose_caller_scribbles_before_the_others_know(monkeypatch: pytes
     abandon = interpret_failures._FailingMachine.abandon
 
     def hasty(self: Any, rank: int, seq: int) -> Iterator[Any]:
-        self.scribble(rank, seq)
+        for buffer in self.tensors[seq - 1][rank].all:
+            self.scribble(buffer, seq)
         yield None
         yield from abandon(self, rank, seq)
 
