@@ -46,6 +46,21 @@ def test_links_lead_somewhere(page: Path):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_what_contributing_names_exists():
+    """Files by their path in the checkout or the package, or by their name; anything else somewhere in the sources."""
+    sources = [*ROOT.glob("src/symcomm/**/*.py"), *ROOT.glob("src/symcomm/**/*.[ch]"), *ROOT.glob("tests/**/*.py")]
+    paths = [str(path.relative_to(ROOT)) for path in sources]
+    words = {word for path in sources for word in re.findall(r"\w+", path.read_text())}
+    how = (ROOT / "CONTRIBUTING.md").read_text().partition("## How to add")[2].partition("## Tests")[0]
+    for named in re.findall(r"`(?!NAME)([\w./]+)`", how):
+        if "/" in named or named.endswith((".py", ".c", ".h")):
+            assert any(f"/{named}" in f"/{path}" for path in paths), (
+                f"CONTRIBUTING.md names {named}, which is not there"
+            )
+        else:
+            assert named.rpartition(".")[2] in words, f"CONTRIBUTING.md names {named}, which no source has"
+
+
 def test_pictures_are_shown_and_described():
     shown = [found for page in PAGES for found in re.findall(r"!\[(.*?)\]\([^)]*images/([\w.-]+)\)", page.read_text())]
     assert {name for _, name in shown} == {path.name for path in (ROOT / "docs/images").iterdir()}
