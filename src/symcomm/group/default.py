@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import symcomm
 from symcomm import errors
 from symcomm.group import hooks
 from symcomm.group.factory import finish_meeting, make_group
@@ -266,12 +267,7 @@ def _on_default(name: str) -> Callable[..., Any]:
     return call
 
 
-CALLS = (
-    "all_gather", "all_gather_coalesced", "all_gather_object", "all_gather_single", "all_reduce",
-    "all_reduce_coalesced", "all_reduce_shards", "all_to_all", "all_to_all_single", "barrier", "batch", "broadcast",
-    "broadcast_object", "gather", "gather_object", "gather_single", "irecv", "isend", "monitored_barrier", "new_group",
-    "new_window", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_shards",
-    "reduce_scatter_single", "scatter", "scatter_object", "scatter_single", "send", "shard_range", "split",
-)  # fmt: skip
-for _name in CALLS:
-    globals()[_name] = _on_default(_name)
+# The rest of what the package says is public: each method of a group that has a name there.
+for _name in symcomm.__all__:
+    if _name not in globals() and hasattr(ProcessGroup, _name):
+        globals()[_name] = _on_default(_name)
