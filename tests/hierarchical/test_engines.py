@@ -84,7 +84,7 @@ def why_not(name: str) -> str:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", ["gloo", "mpi", "nccl"])
+@pytest.mark.parametrize("name", engines.BUILT_IN)
 def test_contract(name: str, check: str):
     if reason := why_not(name):
         pytest.skip(f"engine {name}: {reason}")
@@ -133,7 +133,7 @@ def test_the_choice(monkeypatch):
     assert wanted_engine(None) == "" and available_engines()[0] == "gloo" and "nccl" not in available_engines()
     monkeypatch.setenv("SYMCOMM_ENGINE", "Gloo")
     assert wanted_engine(None) == "gloo" == wanted_engine("gloo")
-    with pytest.raises(errors.BadArgumentError, match="engine must be one of gloo, mpi, nccl, got 'doves'"):
+    with pytest.raises(errors.BadArgumentError, match=f"one of {', '.join(engines.BUILT_IN)}, got 'doves'"):
         wanted_engine("doves")
     monkeypatch.setattr(engines.engine_class("nccl"), "why_not", staticmethod(lambda: "this machine has no GPU"))
     with pytest.raises(errors.ResourceError, match="engine nccl cannot be used: this machine has no GPU"):
