@@ -124,7 +124,7 @@ class RedOpType(enum.IntEnum, metaclass=_OfNumbers):
         return ReduceOp(self, factor=factor)
 
 
-_IN_FLOAT32 = {DType.FLOAT16, DType.BFLOAT16, *(d for d in DType if d >= DType.FLOAT8_E4M3FN)}
+_IN_FLOAT32 = {d for d in DType if "FLOAT" in d.name and d.itemsize <= 2}
 _ROUNDING = {RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM, RedOpType.PRODUCT}
 
 

@@ -11,7 +11,7 @@ from symcomm.types import DType, RedOpType
 from tests.support.plan_cases import tree
 
 INTEGERS = [d for d in DType if d <= DType.INT64]
-SMALL_FLOATS = [d for d in DType if d in (DType.FLOAT16, DType.BFLOAT16) or d >= DType.FLOAT8_E4M3FN]
+SMALL_FLOATS = [d for d in DType if "FLOAT" in d.name and d.itemsize <= 2]
 FLOATS = [DType.FLOAT32, DType.FLOAT64, *SMALL_FLOATS]
 COMPLEX = [DType.COMPLEX64, DType.COMPLEX128]
 BITWISE = {RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR}

@@ -15,12 +15,9 @@ from symcomm.collectives import tree
 from symcomm.device import nccl
 from symcomm.device.copies import waits
 from symcomm.device.devices import as_destination, as_tensors, check_has_data
+from symcomm.types import DType, RedOpType, kept_dtype
 
-NARROW = {torch.float16, torch.bfloat16} | {
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if hasattr(torch, name)
-}
+NARROW = {getattr(torch, d.label, None) for d in DType if kept_dtype(d, RedOpType.SUM) is not d}
 
 
 def reduce_add(inputs: Any, destination: Any = None) -> torch.Tensor:
