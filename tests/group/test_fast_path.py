@@ -478,4 +478,5 @@ def test_a_call_that_the_core_makes_alone_has_the_groups_present_timeout():
 def test_the_core_knows_calls_by_their_numbers():
     """A list of one tensor is that tensor to some calls; others refuse it, also when they have seen the tensor."""
     assert BY_NAME["all_to_all_single"].number == native.CALL_ALL_TO_ALL_SINGLE
+    assert BY_NAME["scatter"].number == native.CALL_SCATTER
     assert sum(1 << op.number for op in CACHED.values() if op.listed is False) == native.CALLS_OF_SINGLES

@@ -170,6 +170,7 @@ class Group:
 # --- operations: exec/, torch/ ----------------------------------------------------------------------------------------
 
 CALL_ALL_TO_ALL_SINGLE: int
+CALL_SCATTER: int
 CALLS_OF_SINGLES: int
 OP_COPY: int
 OP_REDUCE: int

@@ -327,11 +327,8 @@ static PyMethodDef functions[] = {
 };
 
 static const struct constant constants[] = {
-    CONSTANT(CALL_ALL_TO_ALL_SINGLE),
-    CONSTANT(CALLS_OF_SINGLES),
-    CONSTANT(EFFECT_WRITES),
-    CONSTANT(EFFECT_COPIES),
-    {NULL, 0},
+    CONSTANT(CALL_ALL_TO_ALL_SINGLE), CONSTANT(CALL_SCATTER),  CONSTANT(CALLS_OF_SINGLES),
+    CONSTANT(EFFECT_WRITES),          CONSTANT(EFFECT_COPIES), {NULL, 0},
 };
 
 int symcomm_add_dispatch_cache(PyObject *module) { return symcomm_add_part(module, functions, constants); }
