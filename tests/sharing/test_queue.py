@@ -278,6 +278,33 @@ def test_threads_share_an_end():
     assert sorted(got) == list(range(1500))
 
 
+def after_a_moment(close) -> threading.Thread:
+    thread = threading.Thread(target=lambda: (time.sleep(0.1), close()))
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("size", [10, LONG])
+def test_closing_an_end_wakes_its_other_threads(size: int):
+    with symcomm.Queue(capacity=2 * LONG + 65536) as queue, symcomm.QueueReader(queue.fileno()) as reader:
+        closing = after_a_moment(reader.close)
+        with pytest.raises(errors.QueueClosedError, match="get on the queue: it was closed here"):
+            reader.get(timeout=30)
+        closing.join()
+        other = symcomm.QueueReader(queue.fileno())
+        closing = after_a_moment(queue.close)
+        with pytest.raises(errors.QueueClosedError, match="put on the queue: it was closed here"):
+            while True:
+                queue.put(b"x" * size, timeout=30)
+        closing.join()
+        assert other.get(5) == b"x" * size
+    with symcomm.Queue() as queue:
+        closing = after_a_moment(queue.close)
+        with pytest.raises(errors.QueueClosedError, match="await_readers on the queue: it was closed here"):
+            queue.await_readers(1, timeout=30)
+        closing.join()
+
+
 def test_coroutines():
     async def both() -> tuple[list, bool]:
         with symcomm.Queue() as queue, symcomm.QueueReader(queue.fileno()) as reader:

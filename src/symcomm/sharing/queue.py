@@ -108,6 +108,7 @@ class Queue(WriterEnd):
                 self._least = min(least, 1)
                 return
             if status == LEFT:
+                self._region.check_open("put")  # another thread may have closed it
                 self._drop_gone("put")
             else:
                 waiting.note()
@@ -125,6 +126,7 @@ class Queue(WriterEnd):
                     raise
                 return region.free_parts.pop(), offset
             if native.region_await_room(region.base, seen, waiting.slice_ns()) == LEFT:
+                region.check_open("put")
                 self._drop_gone("put")
             else:
                 waiting.note()
@@ -207,8 +209,8 @@ class QueueReader(ReaderEnd):
         """The next message. Tensors and arrays of 256 KiB and more are views of the writer's memory, which this process
         may write all the same: what it writes is its own. The writer gets that memory back when they are gone.
 
-        Raises: QueueClosedError after the last message, ProcessDiedError if the writer died and everything it sent was
-        read, DeadlineError, ResourceError."""
+        Raises: QueueClosedError after the last message, or when another thread closes this end; ProcessDiedError if the
+        writer died and everything it sent was read; DeadlineError, ResourceError."""
         clock = Clock("get", timeout, self._timeout)
         self._region.check_open("get")
         with self._turn.take("get", clock):
@@ -218,7 +220,9 @@ class QueueReader(ReaderEnd):
         region, warned = self._region, False
         while True:
             with region.borrowing():
-                # Other threads may let go of what they hold meanwhile, so this one does not wait in here.
+                # Other threads may let go of what they hold, or close this end, so this one does not wait in here.
+                region.check_open("get")
+                seen = native.region_news(region.base)
                 found = native.queue_take(region.base, region.reader, 0)
                 if isinstance(found, tuple) and found[1] >= 0:
                     region.hold(found[1])
@@ -227,7 +231,7 @@ class QueueReader(ReaderEnd):
                 inline, part, offset, nbytes = found
                 return from_part(inline, region.view(part, offset, nbytes)) if part >= 0 else from_slot(inline)
             self._check(found, clock)
-            status = native.queue_await(region.base, region.reader, clock.left_ns(1e9 if warned else SLOW))
+            status = native.queue_await(region.base, region.reader, seen, clock.left_ns(1e9 if warned else SLOW))
             if status not in (OK, LEFT, DEAD) and not warned and state_of(self.writer):
                 warned = True
                 log.warning("symcomm: get on %s has waited 1 s for %s.", region.whose, named([self.writer]))
@@ -274,9 +278,12 @@ class QueueReader(ReaderEnd):
             cancelled.set()
 
     def _await(self, clock: Clock, cancelled: threading.Event) -> None:
-        while clock.left and not cancelled.is_set() and not self._region.is_closed:
-            look = clock.left_ns(LOOK_FOR_CANCEL)
-            if native.queue_await(self._region.base, self._region.reader, look) in (OK, LEFT, DEAD):
+        base, reader = self._region.base, self._region.reader
+        while clock.left and not cancelled.is_set():
+            seen = native.region_news(base)
+            if self._region.is_closed:
+                return
+            if native.queue_await(base, reader, seen, clock.left_ns(LOOK_FOR_CANCEL)) in (OK, LEFT, DEAD):
                 return
 
     async def __aiter__(self) -> AsyncIterator[Any]:

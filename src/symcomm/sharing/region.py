@@ -177,6 +177,7 @@ class WriterRegion:
     def await_readers(self, count: int, clock: Clock, drop_gone: Callable[[], object]) -> None:
         while True:
             seen = native.region_room(self.base)
+            self.check_open("await_readers")  # another thread may have closed it
             drop_gone()
             if (there := len(self.readers)) >= count:
                 return

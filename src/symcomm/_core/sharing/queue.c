@@ -33,11 +33,6 @@ static bool has_room(const struct region_wait *w) {
     return unread == 0 && __builtin_popcountll(atomic_load(&r->active)) >= (int)w->a;
 }
 
-static int find_gone_reader(const struct region_wait *w, int *culprit) {
-    *culprit = region_find_gone(w->region);
-    return *culprit < 0 ? STATUS_OK : STATUS_LEFT;
-}
-
 struct message {
     const char *bytes; /* goes into the slot */
     Py_ssize_t length;
@@ -77,7 +72,7 @@ static PyObject *queue_put(PyObject *Py_UNUSED(self), PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "longer than a slot");
     struct region *r = region_at(address);
     struct region_wait w = {
-        .region = r, .is_over = has_room, .find_gone = find_gone_reader, .bell = &r->room, .a = (uint64_t)least};
+        .region = r, .is_over = has_room, .find_gone = region_reader_gone, .bell = &r->room, .a = (uint64_t)least};
     int status = region_find_gone(r) >= 0 ? STATUS_LEFT : region_wait(&w, timeout, &culprit);
     if (status == STATUS_OK) send(r, &m);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
@@ -98,20 +93,25 @@ static int find_gone_writer(const struct region_wait *w, int *culprit) {
     return region_writer_gone(w->region);
 }
 
-static int await_news(struct region *r, int reader, int64_t timeout) {
-    struct region_wait w = {
-        .region = r, .is_over = has_news, .find_gone = find_gone_writer, .bell = &r->news, .a = (uint64_t)reader};
-    int culprit;
-    return region_wait(&w, timeout, &culprit);
+static bool has_news_or_rung(const struct region_wait *w) {
+    return has_news(w) || atomic_load(&w->region->news.word) != (uint32_t)w->b;
 }
 
-/* queue_await(address, reader, timeout_ns) -> status: until there is a message to take. */
+/* queue_await(address, reader, seen, timeout_ns) -> status: until there is a message to take, or the bell shows
+ * something else than `seen`, because this reader was closed. */
 static PyObject *queue_await(PyObject *Py_UNUSED(self), PyObject *args) {
-    unsigned long long address;
-    int reader;
+    unsigned long long address, seen;
+    int reader, culprit;
     long long timeout;
-    if (!PyArg_ParseTuple(args, "KiL", &address, &reader, &timeout)) return NULL;
-    int status = await_news(region_at(address), reader, timeout);
+    if (!PyArg_ParseTuple(args, "KiKL", &address, &reader, &seen, &timeout)) return NULL;
+    struct region *r = region_at(address);
+    struct region_wait w = {.region = r,
+                            .is_over = has_news_or_rung,
+                            .find_gone = find_gone_writer,
+                            .bell = &r->news,
+                            .a = (uint64_t)reader,
+                            .b = seen};
+    int status = region_wait(&w, timeout, &culprit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLong(status);
 }
@@ -120,11 +120,13 @@ static PyObject *queue_await(PyObject *Py_UNUSED(self), PyObject *args) {
  * part is the reader's until it releases that. */
 static PyObject *queue_take(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
-    int reader;
+    int reader, culprit;
     long long timeout;
     if (!PyArg_ParseTuple(args, "KiL", &address, &reader, &timeout)) return NULL;
     struct region *r = region_at(address);
-    int status = await_news(r, reader, timeout);
+    struct region_wait w = {
+        .region = r, .is_over = has_news, .find_gone = find_gone_writer, .bell = &r->news, .a = (uint64_t)reader};
+    int status = region_wait(&w, timeout, &culprit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     if (status) return PyLong_FromLong(status);
     uint64_t number = atomic_load(&r->readers[reader].next), bit = (uint64_t)1 << reader;
@@ -141,7 +143,7 @@ static PyObject *queue_take(PyObject *Py_UNUSED(self), PyObject *args) {
 
 static PyMethodDef methods[] = {
     METHOD(queue_put, METH_VARARGS, "(address, message, part, offset, bytes, least readers, timeout_ns) -> status"),
-    METHOD(queue_await, METH_VARARGS, "(address, reader, timeout_ns) -> status"),
+    METHOD(queue_await, METH_VARARGS, "(address, reader, what the bell showed, timeout_ns) -> status"),
     METHOD(queue_take, METH_VARARGS, "(address, reader, timeout_ns) -> (bytes, part, offset, bytes), or a status"),
     {NULL, NULL, 0, NULL},
 };

@@ -81,7 +81,8 @@ static int give_up(struct wait *w, int status, int culprit) {
     return status;
 }
 
-static const struct wait_kind for_region = {.is_over = is_over, .find_gone = find_gone, .give_up = give_up};
+static const struct wait_kind for_region = {
+    .is_over = is_over, .find_gone = find_gone, .give_up = give_up, .dozes = true};
 
 static bool look(const struct region_wait *what, int64_t start) {
     for (int i = 0; i < LOOKS; i++, cpu_relax())
@@ -164,6 +165,7 @@ static PyObject *region_leave(PyObject *Py_UNUSED(self), PyObject *args) {
     struct region *r = region_at(address);
     atomic_fetch_or(&r->left, (uint64_t)1 << reader);
     bell_ring(&r->room);
+    bell_ring(&r->news); /* for another thread of this reader, which waits */
     Py_RETURN_NONE;
 }
 
@@ -232,14 +234,15 @@ static PyObject *region_close(PyObject *Py_UNUSED(self), PyObject *address) {
     if (r == NULL) return NULL;
     atomic_store(&r->closed, 1);
     bell_ring(&r->news);
+    bell_ring(&r->room); /* for another thread of the writer, which waits */
     Py_RETURN_NONE;
 }
 
 static bool has_rung(const struct region_wait *w) { return atomic_load(&w->region->room.word) != (uint32_t)w->a; }
 
-static int find_gone_reader(const struct region_wait *w, int *culprit) {
+int region_reader_gone(const struct region_wait *w, int *culprit) {
     *culprit = region_find_gone(w->region);
-    return *culprit < 0 ? STATUS_OK : STATUS_LEFT;
+    return *culprit < 0 && !atomic_load(&w->region->closed) ? STATUS_OK : STATUS_LEFT;
 }
 
 /* region_await_room(address, seen, timeout_ns) -> status: until a reader has let go of something, has come or is gone.
@@ -251,7 +254,7 @@ static PyObject *region_await_room(PyObject *Py_UNUSED(self), PyObject *args) {
     if (!PyArg_ParseTuple(args, "KKL", &address, &seen, &timeout)) return NULL;
     struct region *r = region_at(address);
     struct region_wait w = {
-        .region = r, .is_over = has_rung, .find_gone = find_gone_reader, .bell = &r->room, .a = seen};
+        .region = r, .is_over = has_rung, .find_gone = region_reader_gone, .bell = &r->room, .a = seen};
     int status = region_wait(&w, timeout, &culprit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLong(status);
@@ -261,6 +264,12 @@ static PyObject *region_await_room(PyObject *Py_UNUSED(self), PyObject *args) {
 static PyObject *region_room(PyObject *Py_UNUSED(self), PyObject *address) {
     struct region *r = PyLong_AsVoidPtr(address);
     return r ? PyLong_FromUnsignedLong(atomic_load(&r->room.word)) : NULL;
+}
+
+/* region_news(address) -> what to hand to queue_await() */
+static PyObject *region_news(PyObject *Py_UNUSED(self), PyObject *address) {
+    struct region *r = PyLong_AsVoidPtr(address);
+    return r ? PyLong_FromUnsignedLong(atomic_load(&r->news.word)) : NULL;
 }
 
 /* --- parts -------------------------------------------------------------------------------------------------------- */
@@ -315,7 +324,8 @@ static PyMethodDef methods[] = {
     METHOD(region_drop, METH_VARARGS, "(address, reader) -> its process id"),
     METHOD(region_facts, METH_O, "(address) -> dict"),
     METHOD(region_close, METH_O, "(address)"),
-    METHOD(region_room, METH_O, "(address) -> what the bell shows"),
+    METHOD(region_room, METH_O, "(address) -> what the writer's bell shows"),
+    METHOD(region_news, METH_O, "(address) -> what the readers' bell shows"),
     METHOD(region_await_room, METH_VARARGS, "(address, what the bell showed, timeout_ns) -> status"),
     METHOD(part_release, METH_VARARGS, "(address, part, reader)"),
     METHOD(part_take_back, METH_VARARGS, "(address, part) -> whether nobody holds it"),

@@ -79,6 +79,8 @@ struct region_wait {
     struct bell *bell;
     uint64_t a, b; /* what those two compare */
 };
+/* For `find_gone` of the writer: STATUS_LEFT also if another thread has closed its end. */
+int region_reader_gone(const struct region_wait *w, int *culprit);
 /* The status; who is gone in *culprit. timeout: ns; 0: only look. */
 int region_wait(struct region_wait *w, int64_t timeout, int *culprit);
 

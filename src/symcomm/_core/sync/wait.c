@@ -10,7 +10,9 @@
 #include "sync/caller.h"
 #include "sync/fail.h"
 
-#define ASK_EVERY 16           /* slices: a signal may have come just before we slept */
+#define ASK_EVERY 16   /* slices: a signal may have come just before we slept */
+#define DOZES_AFTER 20 /* slices, after which they are so many times as long: */
+#define DOZING 5
 #define WORTH_NOTING_NS 100000 /* of a wait, in the flight recorder */
 
 /* --- asking the caller -------------------------------------------------------------------------------------------- */
@@ -52,7 +54,8 @@ static int why_stop(struct wait *w, int *culprit) {
 /* Sleeps for a slice; returns whether a signal handler raised. If no peer can die, slices are longer. */
 static bool sleep_slice(struct wait *w, uint32_t seen) {
     bool alone = w->kind->find_gone == NULL;
-    int64_t slice = alone ? SLICE_NS * ASK_EVERY : SLICE_NS;
+    bool dozes = w->kind->dozes && ++w->slices > DOZES_AFTER;
+    int64_t slice = SLICE_NS * (alone ? ASK_EVERY : dozes ? DOZING : 1);
     int64_t left = w->deadline ? w->deadline - symcomm_now_ns() : slice;
     if (left <= 0) return false;
     note_site(w->record);

@@ -26,6 +26,7 @@ struct wait {
     int64_t deadline;            /* ns, CLOCK_MONOTONIC; 0: none */
     struct flight_entry *record; /* of the call, or NULL */
     struct group *tells_of;      /* where visit is NULL: whose operation another thread runs */
+    unsigned slices;             /* that it slept; its own */
 };
 
 struct wait_kind {
@@ -45,6 +46,8 @@ struct wait_kind {
     enum wait_for_what what;
     /* It also ends when its asynchronous call is given up, and the recorder notes how long it took. */
     bool is_operation;
+    /* It may last for hours while nothing is wrong: slices get longer. */
+    bool dozes;
 };
 
 /* STATUS_OK: it is over. */
