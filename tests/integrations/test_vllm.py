@@ -76,23 +76,40 @@ class Ring:
 
 
 class MessageQueue:
-    def __init__(self, name: str | None = None):
-        self.buffer, self._is_writer = Ring(name), name is None
+    """Of readers on this host and on others."""
+
+    def __init__(self, n_reader, n_local_reader, local_reader_ranks=None, max_chunk_bytes=1024, max_chunks=10):
+        assert n_reader > n_local_reader, "the plugin's is to take the place of this one"
+        self.buffer, self._is_writer = Ring(), True
+        self.handle = self.buffer.shared_memory.name
+
+    @staticmethod
+    def create_from_handle(handle: str, rank: int) -> MessageQueue:
+        self = MessageQueue.__new__(MessageQueue)
+        self.buffer, self._is_writer = Ring(handle), False
+        return self
 
     def wait_until_ready(self) -> None:
         pass
+
+
+class Process:
+    """Its exit code is known once it has been reaped."""
+
+    def __init__(self, pid: int, code: int | None = None):
+        self.pid, self.exitcode, self.ends_with = pid, code, None
+
+    def join(self, timeout: float) -> None:
+        self.exitcode = self.ends_with
 
 
 class MultiprocExecutor:
     """Its workers take their time to end."""
 
     def __init__(self, is_failed: bool):
-        codes = [None, -9] if is_failed else [None, None]
-        self.workers = [
-            types.SimpleNamespace(rank=rank, proc=types.SimpleNamespace(pid=70 + rank, exitcode=code))
-            for rank, code in enumerate(codes)
-        ]
-        self.is_failed, self.told = is_failed, []
+        procs = [Process(70), Process(71, -9 if is_failed else None)]
+        self.workers = [types.SimpleNamespace(rank=rank, proc=proc) for rank, proc in enumerate(procs)]
+        self.told = []
         self.response_mqs = [types.SimpleNamespace(shutdown=lambda: self.told.append("queue"))] * 2
 
     def shutdown(self) -> None:
@@ -193,12 +210,27 @@ def test_the_client_hears_what_a_worker_said():
     assert said == [words, f"{words} rank 1 (pid 7) died with SIGKILL during all_reduce #3.", words]
 
 
-def test_names_of_queues_go_once_they_are_open():
+def test_queues_within_a_host_are_ours():
+    def use() -> list:
+        registered("0.32.0", "")
+        ours = importlib.import_module("symcomm.integrations.vllm.message_queue").MessageQueue
+        writer = MessageQueue(2, 2, local_reader_ranks=[1, 2], max_chunk_bytes=1 << 10, max_chunks=3)
+        readers = [MessageQueue.create_from_handle(writer.export_handle(), rank) for rank in (1, 2)]
+        for queue in (writer, *readers):
+            queue.wait_until_ready()
+        writer.enqueue({"weights": torch.arange(5.0)})
+        got = [reader.dequeue()["weights"].tolist() for reader in readers]
+        return [type(queue) is ours for queue in (writer, *readers)] + got
+
+    assert in_a_child(use) == [True, True, True, [0.0, 1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
+def test_names_of_queues_between_hosts_go_once_they_are_open():
     def names() -> tuple:
         registered("0.32.0", "")
-        writer = MessageQueue()
-        path = Path("/dev/shm") / writer.buffer.shared_memory.name
-        reader = MessageQueue(path.name)
+        writer = MessageQueue(n_reader=2, n_local_reader=1)
+        path = Path("/dev/shm") / writer.handle
+        reader = MessageQueue.create_from_handle(writer.handle, 0)
         before = path.exists()
         for queue in (reader, writer):
             queue.wait_until_ready()
@@ -228,6 +260,18 @@ def test_the_engine_stops_waiting_for_a_dead_worker_before_the_others_end():
     told = in_a_child(order)
     assert told[:3] == (["queue", "queue", "workers", "workers"], ["workers"], "")
     assert told[3:] == ("rank 1 (pid 71) died with SIGKILL.", "rank 1 (pid 71) died during all_reduce #3.")
+
+
+def test_the_engine_tells_of_a_death_that_its_queues_noticed_first():
+    def order() -> tuple:
+        registered("0.32.0", "")
+        executor = MultiprocExecutor(False)
+        executor.workers[0].proc.ends_with = -6
+        importlib.import_module("symcomm.integrations.vllm.message_queue").found_dead.add(70)
+        executor.shutdown()
+        return executor.told, last_words.heard(0)
+
+    assert in_a_child(order) == (["queue", "queue", "workers"], "rank 0 (pid 70) died with SIGABRT.")
 
 
 def test_experts_of_other_ranks_count_nothing_here():

@@ -38,6 +38,7 @@ def register() -> None:
     replace(platform, "dist_backend", "symcomm")
     replace(platform, "get_device_communicator_cls", classmethod(lambda cls: COMMUNICATOR))
     _mark_graphs()
+    queues.take_over()
     queues.forget_names()
     queues.wake_engine()
     if last_words.listen():
