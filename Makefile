@@ -145,6 +145,7 @@ soak: $(BUILT) ## hours of random faults: on one host, between hosts, of ranks t
 	$(BIN)/python -m tests.soak.board 1000000
 	$(BIN)/python -m tests.soak.vllm_queue 10000
 	$(BIN)/python -m tests.soak.churn --minutes 10 --seeds 10
+	$(BIN)/python -m tests.soak.kit 10000
 	SYMCOMM_LIVES=100 $(BIN)/python -m pytest -q tests/group/test_group_life.py -k again_and_again
 	SYMCOMM_EVERY_STEP=1 $(BIN)/python -m pytest -q tests/hierarchical/test_agreement_hosts.py tests/group/test_stops.py
 	for what in arena control http store; do $(BIN)/python -m tests.fuzz.$$what --inputs 1000000 || exit 1; done
