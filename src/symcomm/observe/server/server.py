@@ -64,6 +64,9 @@ class ServedRank:
 class Server:
     """Serves the handlers and routes of this process on a socket that listens. Use ``start()``."""
 
+    port: int
+    address: str
+
     def __init__(
         self,
         listener: socket.socket,
