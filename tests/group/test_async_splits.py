@@ -27,9 +27,9 @@ def threads(fn: Any, n: int = 2, *args: Any) -> list:
 
 
 def pieces_of(size: int, seed: int) -> Pieces:
-    random.seed(seed)
+    draw = random.Random(seed)  # ranks are threads
     numbers = iter(range(1 << 20))
-    counts = [[random.choice((0, 1, 2, 7, 5000)) for _ in range(size)] for _ in range(size)]
+    counts = [[draw.choice((0, 1, 2, 7, 5000)) for _ in range(size)] for _ in range(size)]
     return [[torch.tensor([float(next(numbers)) for _ in range(n)]) for n in row] for row in counts]
 
 

@@ -227,7 +227,7 @@ def _handled(g: ProcessGroup) -> list[Any]:
     for _ in range(12):
         g.all_reduce(t.clone(), async_op=True).wait()
     if g.rank == 1:
-        time.sleep(0.5)
+        time.sleep(1.5)
         g.all_reduce(t)
         g.all_reduce(u)
         return [t[0].item(), u[0].item(), "CallerError"]
@@ -254,7 +254,7 @@ def _ended(g: ProcessGroup, end: str) -> list[Any]:
     for _ in range(12):
         g.all_reduce(t, "max", async_op=True).wait()
     if g.rank == 1:
-        time.sleep(0.5)
+        time.sleep(1.5)
         return [attempt(lambda: g.all_reduce(t)), 1.0]
     signal.signal(signal.SIGUSR1, lambda *_: getattr(g, end)())
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
