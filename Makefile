@@ -153,7 +153,7 @@ soak: $(BUILT) ## hours of random faults: on one host, between hosts, of ranks t
 graphs: $(BUILT) ## 500 random graphs of collectives, compiled and not, beside Gloo (an hour); SEED=17 GRAPHS=1 for one
 	TORCHINDUCTOR_CACHE_DIR=build/inductor/graphs OMP_NUM_THREADS=1 $(BIN)/python -m tests.compile.random_graphs --seed $(SEED) --graphs $(GRAPHS)
 
-prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (two minutes)
+prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (six minutes)
 	$(BIN)/python -m tests.model
 
 analyze: $(BUILT) ## the C core under GCC's static analyzer
