@@ -267,7 +267,7 @@ def _on_default(name: str) -> Callable[..., Any]:
     return call
 
 
-# The rest of what the package says is public: each method of a group that has a name there.
+# Every public name of the package that is also a method of a group calls that method of the default group.
 for _name in symcomm.__all__:
     if _name not in globals() and hasattr(ProcessGroup, _name):
         globals()[_name] = _on_default(_name)
