@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.programs.frame import Part, numbers, tell, timed
+from tests.programs.frame import Part, joined, numbers, tell, timed
 
 VERSION = "1.15.0"
 NEEDS = (f"accelerate=={VERSION}",)
@@ -61,17 +61,12 @@ def train(kind: str) -> Part:
 
 
 def main(backend: str) -> Iterator[Part]:
-    import torch
-    import torch.distributed as dist
+    with joined(backend):
+        for kind in PARTS:
+            from accelerate.state import AcceleratorState
 
-    dist.init_process_group(backend)
-    torch.set_num_threads(1)
-    for kind in PARTS:
-        from accelerate.state import AcceleratorState
-
-        yield train(kind)
-        AcceleratorState._reset_state()  # the group stays
-    dist.destroy_process_group()
+            yield train(kind)
+            AcceleratorState._reset_state()  # the group stays
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.programs.frame import Part, numbers, tell, timed, training
+from tests.programs.frame import Part, joined, numbers, tell, timed, training
 
 VERSION = "0.4.13"
 NEEDS = (f"fairscale=={VERSION}",)
@@ -58,14 +58,9 @@ def experts() -> Part:
 
 
 def main(backend: str) -> Iterator[Part]:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group(backend)
-    torch.set_num_threads(1)
-    yield sharded()
-    yield experts()
-    dist.destroy_process_group()
+    with joined(backend):
+        yield sharded()
+        yield experts()
 
 
 if __name__ == "__main__":

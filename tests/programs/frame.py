@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -48,6 +49,18 @@ def training(find_loss: Callable[[], Any], optimizer: Any) -> Callable[[int], fl
         return loss.item()
 
     return step
+
+
+@contextlib.contextmanager
+def joined(backend: str) -> Iterator[None]:
+    """In the default group, with one thread for a rank."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(backend)
+    torch.set_num_threads(1)
+    yield
+    dist.destroy_process_group()
 
 
 def numbers(*tensors: Any) -> list[float]:

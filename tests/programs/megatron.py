@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.programs.frame import Part, numbers, tell, timed, training
+from tests.programs.frame import Part, joined, numbers, tell, timed, training
 
 VERSION = "0.16.1"
 NEEDS = (f"megatron-core=={VERSION}",)
@@ -47,13 +47,8 @@ def train() -> Part:
 
 
 def main(backend: str) -> Iterator[Part]:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group(backend)
-    torch.set_num_threads(1)
-    yield train()
-    dist.destroy_process_group()
+    with joined(backend):
+        yield train()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.programs.frame import Part, numbers, tell, timed
+from tests.programs.frame import Part, joined, numbers, tell, timed
 
 VERSION = "0.15.3"
 NEEDS = (f"tensordict=={VERSION}",)
@@ -74,10 +74,9 @@ def reduced(rank: int) -> Part:
 def main(backend: str) -> Iterator[Part]:
     import torch.distributed as dist
 
-    dist.init_process_group(backend)
-    for part in (messages, together, reduced):
-        yield part(dist.get_rank())
-    dist.destroy_process_group()
+    with joined(backend):
+        for part in (messages, together, reduced):
+            yield part(dist.get_rank())
 
 
 if __name__ == "__main__":

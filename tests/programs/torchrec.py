@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from tests.programs.frame import Part, numbers, tell, timed, training
+from tests.programs.frame import Part, joined, numbers, tell, timed, training
 
 VERSION = "1.8.0"
 NEEDS = ("fbgemm-gpu-cpu==1.8.0", "tensordict", "torchmetrics==1.0.3", "tqdm", "pyre-extensions")
@@ -88,14 +88,13 @@ def main(backend: str) -> Iterator[Part]:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group(backend)
-    for name, sharding in zip(PARTS, SHARDINGS, strict=True):
-        model = make_model(sharding)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        find_loss = functools.partial(loss_of, model, generator)
-        losses, seconds = timed(training(find_loss, torch.optim.SGD(model.parameters(), lr=0.1)))
-        yield Part(name, losses + numbers(*local_tensors(model.state_dict().values())), seconds)
-    dist.destroy_process_group()
+    with joined(backend):
+        for name, sharding in zip(PARTS, SHARDINGS, strict=True):
+            model = make_model(sharding)
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            find_loss = functools.partial(loss_of, model, generator)
+            losses, seconds = timed(training(find_loss, torch.optim.SGD(model.parameters(), lr=0.1)))
+            yield Part(name, losses + numbers(*local_tensors(model.state_dict().values())), seconds)
 
 
 if __name__ == "__main__":

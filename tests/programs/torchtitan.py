@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.programs.frame import Part, numbers, tell, timed
+from tests.programs.frame import Part, joined, numbers, tell, timed
 
 VERSION = "0.2.2"
 NEEDS = (f"torchtitan=={VERSION}", "triton==3.9.0")  # imported for kernels that do not run here
@@ -124,16 +124,12 @@ def pipeline() -> Part:
 
 
 def main(backend: str) -> Iterator[Part]:
-    import torch
-    import torch.distributed as dist
     from torchtitan.distributed import parallel_dims
 
     parallel_dims.device_type = "cpu"
-    dist.init_process_group(backend)
-    torch.set_num_threads(1)
-    yield tensor_parallel()
-    yield pipeline()
-    dist.destroy_process_group()
+    with joined(backend):
+        yield tensor_parallel()
+        yield pipeline()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.programs.frame import FOLDER, Part, numbers, tell, timed
+from tests.programs.frame import FOLDER, Part, joined, numbers, tell, timed
 
 VERSION = "5.22.2"
 NEEDS = (f"transformers=={VERSION}", "accelerate==1.15.0")
@@ -69,14 +69,9 @@ def generate() -> Part:
 
 
 def main(backend: str) -> Iterator[Part]:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group(backend)
-    torch.set_num_threads(1)
-    yield train()
-    yield generate()
-    dist.destroy_process_group()
+    with joined(backend):
+        yield train()
+        yield generate()
 
 
 if __name__ == "__main__":
