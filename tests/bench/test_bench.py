@@ -250,6 +250,14 @@ def test_ordinary_tensors_in_the_shared_heap_are_a_side_of_their_own(tmp_path: P
     check_rows(path, 2, {"ordinary", "symmetric", "heap"})
 
 
+def test_asynchronous_calls_are_a_side_of_their_own(tmp_path: Path):
+    path = tmp_path / "out.json"
+    code, output = cli("all", "-b", "1K", "-e", "1K", "--ordinary", "--async", *TINY, "--json", str(path))
+    assert code == 0 and "# wrong elements: 0" in output, output
+    rows = check_rows(path, 2, {"ordinary", "async"})
+    assert {row["collective"] for row in rows if row["series"] == "async"} == set(bench.COLLECTIVES)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_windows(tmp_path: Path, ranks: int):
     path = tmp_path / "out.json"

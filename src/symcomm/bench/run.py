@@ -1,8 +1,9 @@
 """Runs a benchmark: starts every side's ranks once, then measures them in turns.
 
 A *side* is a library with its ranks (symcomm, gloo, mpich, openmpi); a *series* is one column of results: a peer, or
-ours with tensors of one kind (ordinary, symmetric, ordinary ones in the shared heap). All series of a case are measured
-one after the other, several rounds long, so that a noisy neighbour hits them all.
+ours with tensors of one kind (ordinary, symmetric, ordinary ones in the shared heap) or with asynchronous calls, waited
+for at once. All series of a case are measured one after the other, several rounds long, so that a noisy neighbour hits
+them all.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from symcomm.types import DType
 Tick = Callable[[str], None]  # called after every turn, with its name
 Seen = Callable[[list[Any]], None]  # called after every part, with all figures so far
 
-OURS = ("ordinary", "symmetric", "heap")  # series of our own side; every other series is a side of that name
+OURS = ("ordinary", "symmetric", "heap", "async")  # series of our own side; every other series is a side of that name
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
 PLACES = {
     "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),

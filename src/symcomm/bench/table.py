@@ -14,12 +14,17 @@ from typing import Any
 
 import symcomm
 from symcomm.bench.pictures import Bars, Curves, Panel
-from symcomm.bench.run import OURS, PLACES, Case, CaseResult
+from symcomm.bench.run import PLACES, Case, CaseResult
 from symcomm.memory.limits import format_bytes
 from symcomm.simulate.units import bus_factor
 
 MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # our goals: so many times as fast as the best MPI and as Gloo
 MISSED = "!"
+LABELS = {  # of a picture's lines
+    **{kind: f"symcomm, {kind} tensors" for kind in ("ordinary", "symmetric")},
+    "heap": "symcomm, shared heap",
+    "async": "symcomm, asynchronous",
+}
 
 Table = tuple[str, list[str], list[list[str]]]  # title, column names, rows
 
@@ -245,7 +250,7 @@ def picture(results: Sequence[CaseResult], series: Sequence[str], best: bool) ->
         for result in sorted(mine, key=lambda result: series.index(result.series)):
             seconds = pick(result, best)
             if seconds is not None and result.case.in_place is shown:
-                label = f"symcomm, {result.series} tensors" if result.series in OURS else result.series
+                label = LABELS.get(result.series, result.series)
                 lines.setdefault(label, []).append((result.case.nbytes, seconds * 1e6))
         if lines:
             panels.append(over_size(collective, "microseconds", lines))

@@ -168,6 +168,15 @@ def after_copy(copy: Callable[..., Any], call: Callable[..., Any]) -> Callable[.
     return both
 
 
+def waited_for(start: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that waits for the work that ``start`` makes."""
+
+    def call(*args: Any) -> None:
+        start(*args).wait()
+
+    return call
+
+
 TORCH_OPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
 
 
@@ -204,6 +213,15 @@ class SymcommSide(TorchSide):
     def window(self, count: int, dtype: str) -> tuple[Any, Any]:
         memory = self.empty(count, dtype, "ordinary")
         return self.group.new_window(memory), memory
+
+    def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list[Any] | None) -> Callable[..., Any]:
+        if case.kind != "async":
+            return super().bind(case, source, result, pieces)
+        if case.collective == "p2p":
+            sends, receives = (functools.partial(self.group.isend, source), functools.partial(self.group.irecv, result))
+            return ping_pong(self.rank, waited_for(sends), waited_for(receives))
+        call = self.barrier if case.collective == "barrier" else super().bind(case, source, result, pieces)
+        return waited_for(functools.partial(call, async_op=True))
 
     def gather(self, source: Any, result: Any, pieces: list[Any] | None, root: int) -> Callable[..., Any]:
         """Into one buffer, as MPI's."""
@@ -382,7 +400,7 @@ class Bench:
         self.source, self.result = self.tensors()
         self.fill()
         if case.collective == "barrier":
-            self.call = side.barrier
+            self.call = side.bind(case, None, None, None) if case.kind == "async" else side.barrier
         elif case.collective in ONE_SIDED:
             self.call = side.one_sided(case, self.source)
         else:

@@ -87,6 +87,7 @@ Rounds = Annotated[
 Symmetric = Annotated[bool, flag("--symmetric", "Only tensors in symmetric memory.")]
 Ordinary = Annotated[bool, flag("--ordinary", "Only ordinary tensors.")]
 Heap = Annotated[bool, flag("--heap", "Also with tensors in the shared heap (SYMCOMM_HEAP=1); of steps, too.")]
+Async = Annotated[bool, flag("--async", "Also ordinary tensors with async_op=True, waited for at once.")]
 Against = Annotated[
     str,
     option(
@@ -376,6 +377,7 @@ def bench(
     symmetric: Symmetric = False,
     ordinary: Ordinary = False,
     heap: Heap = False,
+    with_async: Async = False,
     against: Against = "",
     collectives: Collectives = "all_reduce",
     neighbours: Neighbours = "none,2:1,10:1,25:4",
@@ -399,6 +401,7 @@ def bench(
       symcomm bench all --quick --against gloo,mpich,openmpi --json new.json
       symcomm bench p2p --plot p2p.svg
       symcomm bench all --quick --heap -b 64K
+      symcomm bench all --quick --ordinary --async
       symcomm bench window --quick --against mpich,openmpi
       symcomm bench queue
       symcomm bench groups --ranks 4
@@ -435,7 +438,7 @@ def bench(
         )
         what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
         kinds = [kind for kind in OURS[:2] if ordinary == symmetric or ordinary == (kind == "ordinary")]
-        kinds += ["heap"] if heap else []
+        kinds += [kind for kind, wanted_too in (("heap", heap), ("async", with_async)) if wanted_too]
         if collective == "window":
             kinds = kinds[:1]  # the place of the tensor that is put does not matter
         sizes, ranks = pick_sizes(minbytes, maxbytes, factor, step, quick), 2 if ranks is None else ranks
