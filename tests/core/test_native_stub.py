@@ -14,7 +14,7 @@ from symcomm._core import native
 pytestmark = pytest.mark.without_torch
 
 STUB = ast.parse(Path(_core.__file__).with_name("_native.pyi").read_text())
-HANDLES = {"Plan", "Request", "Batch", "Message", "Pads", "Window"}  # capsules: only the stub has classes
+HANDLES = {"Plan", "Batch", "Message", "Pads", "Window"}  # capsules: only the stub has classes
 FUNCTIONS = {node.name: node for node in STUB.body if isinstance(node, ast.FunctionDef)}
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
 CONSTANTS = {
@@ -75,7 +75,9 @@ def test_a_constant_is_of_its_type(name: str):
 
 @pytest.mark.parametrize("name", sorted(set(CLASSES) - HANDLES))
 def test_a_class_has_the_same_methods(name: str):
-    said = {node.name for node in CLASSES[name].body if isinstance(node, ast.FunctionDef)} - {"__new__"}
+    body = CLASSES[name].body
+    said = {node.name for node in body if isinstance(node, ast.FunctionDef)} - {"__new__", "__init__"}
+    said |= {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
     real = getattr(native, name)
     assert {m for m in set(dir(real)) - set(dir(real.__base__)) if not m.startswith("__")} == said
     bases = [ast.unparse(base) for base in CLASSES[name].bases]

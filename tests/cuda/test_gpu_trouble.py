@@ -319,7 +319,7 @@ def test_a_wait_that_gives_up_before_the_hosts_have_met(monkeypatch: pytest.Monk
             sync()
         met = group.barrier(async_op=True)
         work = CudaWork(SimpleNamespace(failures=failures, name="g", device=0), "all_reduce", [], None)
-        work.request = met.request
+        work.request = met
         met.add_done_callback(lambda: work.settle(met.exception()))
         with pytest.raises(errors.SymcommError) as caught:
             work.wait(0.05 if group.rank == 0 else 20.0)

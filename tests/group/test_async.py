@@ -84,6 +84,31 @@ def test_results_of_strided_tensors():
     threads(_strided, 3)
 
 
+def _strided_behind_others(g: ProcessGroup) -> None:
+    """A copy of what an operation that still stands in the queue writes is made once that has run."""
+    x = torch.empty(64, 64)
+    for known in range(4):
+        x.fill_(1.0)
+        g.barrier()
+        works = [g.all_reduce(x, async_op=True), g.all_reduce(x.t()[:, :32], async_op=True)]
+        for work in works if known % 2 else reversed(works):
+            work.wait()
+        assert x[:32].unique().tolist() == [float(g.size**2)]
+        assert x[32:].unique().tolist() == [float(g.size)]
+    rows = torch.zeros(g.size, 512)
+    for _ in range(4):
+        rows.zero_()
+        gathered = g.all_gather(list(rows), torch.full((512,), 1.0 + g.rank), async_op=True)
+        other = g.broadcast(rows.t(), 0, async_op=True)
+        assert other.wait() and gathered.wait()
+        assert rows.sum().item() == 512 * sum(range(1, g.size + 1))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_results_of_strided_tensors_behind_operations_that_write_them(world: int):
+    threads(_strided_behind_others, world)
+
+
 def _waiting(g: ProcessGroup) -> None:
     t = torch.ones(10)
     if g.rank == 0:

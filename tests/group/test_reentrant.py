@@ -106,7 +106,7 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
     mine, is_completed = torch.ones(2), Work.is_completed
 
     def interrupt(executor: Any) -> None:
-        if not inner and "works" in vars(executor) and executor._keep_lock.locked():
+        if not inner and vars(executor).get("works"):
             inner.append(None)
             inner[0] = group.all_reduce(mine, async_op=True)
 

@@ -5,13 +5,42 @@ what they stand for ends with the last reference to them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 @final
 class Plan: ...
 
-@final
-class Request: ...
+class Request:
+    """An asynchronous call, from before it is queued to its end."""
+
+    call: str
+    results: Sequence[Any]
+    outputs: Any
+    callbacks: Sequence[Callable[[], None]] | None
+    kept: Any
+    settled: bool
+    is_plain: bool
+    _error: BaseException | None
+    _site: tuple[str, int]
+    _state: Any
+    _group: Any
+    def __init__(
+        self, state: object = None, group: object = None, call: str = "", site: object = None, results: object = (), /
+    ) -> None: ...
+    @property
+    def _lock(self) -> Any: ...  # an RLock
+    @property
+    def number(self) -> int | None: ...
+    @property
+    def age(self) -> float: ...
+    @property
+    def seconds(self) -> float | None: ...
+    def _end(self) -> None: ...
+    def _finish(self) -> bool: ...
+    def give_up(self) -> int | None: ...
+    def wait_for(self, timeout_ns: int, runs: bool, /) -> int | None: ...
+
+R = TypeVar("R", bound=Request)
 
 @final
 class Batch: ...
@@ -127,14 +156,13 @@ class Group:
         /,
     ) -> int: ...
     def run_cached(self, call: int, detail: object, input: object, output: object, /) -> int: ...
-    def run_cached_options(
-        self, call: int, options: object, input: object, output: object, run_async: bool = False, /
-    ) -> int: ...
+    def run_cached_options(self, call: int, options: object, input: object, output: object, /) -> int: ...
     def set_timeout(self, nanoseconds: int, /) -> None: ...
     def skip_number(self) -> None: ...
     def status(self) -> int: ...
     def submit(
         self,
+        request: Request,
         plan: Plan,
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
@@ -144,10 +172,11 @@ class Group:
         callback: Callable[[int], object] | None,
         batch: Batch | None,
         /,
-    ) -> Request: ...
+    ) -> None: ...
     def submit_after(
         self,
         request: Request,
+        first: Request,
         prepare: Callable[[], tuple[Plan, tuple[int, ...], tuple[int, ...]] | bytes | None],
         timeout_ns: int,
         site: int,
@@ -155,13 +184,37 @@ class Group:
         callback: Callable[[int], object] | None,
         batch: Batch | None,
         /,
-    ) -> Request: ...
+    ) -> None: ...
     def submit_cached(
-        self, call: int, detail: object, input: object, output: object, site: int, /
-    ) -> Request | int: ...
+        self,
+        type: type[R],
+        pending: list[Any],
+        state: object,
+        group: object,
+        name: str,
+        site: tuple[str, int],
+        site_number: int,
+        call: int,
+        detail: object,
+        input: object,
+        output: object,
+        /,
+    ) -> R | int: ...
     def submit_cached_options(
-        self, call: int, options: object, input: object, output: object, site: int, /
-    ) -> Request | int: ...
+        self,
+        type: type[R],
+        pending: list[Any],
+        state: object,
+        group: object,
+        name: str,
+        site: tuple[str, int],
+        site_number: int,
+        call: int,
+        options: object,
+        input: object,
+        output: object,
+        /,
+    ) -> R | int: ...
     def copies(self) -> dict[str, dict[str, int]]: ...
     def waits(self) -> tuple[int, int, int, int]: ...
     def tells(self, seq: int, /) -> bool: ...
@@ -198,9 +251,7 @@ OPTIONS_UNKNOWN: int
 def make_plan(encoded: bytes, /) -> Plan: ...
 def plan_stage_bytes(plan: Plan, /) -> int: ...
 def make_batch() -> Batch: ...
-def request_number(request: Request, /) -> int: ...
-def request_give_up(request: Request, /) -> int: ...
-def request_wait(request: Request, timeout_ns: int, runs: bool, /) -> int | None: ...
+def drop_ended(pending: list[Any], /) -> None: ...
 def run_uncached(call: int, detail: object, input: object, output: object, /) -> int: ...
 def use_call_site_callback(callable: Callable[[], int], /) -> None: ...
 

@@ -1,13 +1,12 @@
 """One rank of one side of a benchmark: Symcomm, Gloo or an MPI. The only file of ours that an MPI's Python sees.
 
 It imports nothing of Symcomm unless it plays Symcomm. Orders come as JSON lines over a Unix socket, so a rank that has
-nothing to do sleeps in the kernel and takes no core from the side that is being measured.
+nothing to do sleeps in the kernel and takes no core from the measured side.
 
 order       answer
 prepare     {} once the tensors exist and the call was made once; or {"unsupported": reason}
 check       {"wrong": elements of this rank's result that are not what they must be}
-time        {"ns": [mean time of one call, for each repetition], "long": calls of ours that Python had to plan,
-            "calls": all of ours}
+time        {"ns": [mean of one call, for each repetition], "long": ours that Python had to plan, "calls": all of ours}
 sample      {"median", "p99", "total"}: nanoseconds of one call, and of all of them
 drop        {} once the tensors are gone
 finish      {} once an MPI has taken its files away; no order of the above may follow
@@ -151,6 +150,7 @@ class TorchSide:
             "scatter": make(library.scatter, result, pieces, root),
             "all_to_all": make(library.all_to_all_single, result, source),
             "p2p": ping_pong(self.rank, make(library.send, source), make(library.recv, result)),
+            "barrier": self.barrier,
         }
         return calls[case.collective]
 
@@ -168,13 +168,9 @@ def after_copy(copy: Callable[..., Any], call: Callable[..., Any]) -> Callable[.
     return both
 
 
-def waited_for(start: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that waits for the work that ``start`` makes."""
-
-    def call(*args: Any) -> None:
-        start(*args).wait()
-
-    return call
+def waited(start: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that waits for what ``start`` begins."""
+    return lambda *args: start(*args).wait()
 
 
 TORCH_OPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
@@ -215,13 +211,11 @@ class SymcommSide(TorchSide):
         return self.group.new_window(memory), memory
 
     def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list[Any] | None) -> Callable[..., Any]:
-        if case.kind != "async":
-            return super().bind(case, source, result, pieces)
-        if case.collective == "p2p":
-            sends, receives = (functools.partial(self.group.isend, source), functools.partial(self.group.irecv, result))
-            return ping_pong(self.rank, waited_for(sends), waited_for(receives))
-        call = self.barrier if case.collective == "barrier" else super().bind(case, source, result, pieces)
-        return waited_for(functools.partial(call, async_op=True))
+        make, group = functools.partial, self.group
+        if case.kind == "async" and case.collective == "p2p":
+            return ping_pong(self.rank, waited(make(group.isend, source)), waited(make(group.irecv, result)))
+        call = super().bind(case, source, result, pieces)
+        return waited(make(call, async_op=True)) if case.kind == "async" else call
 
     def gather(self, source: Any, result: Any, pieces: list[Any] | None, root: int) -> Callable[..., Any]:
         """Into one buffer, as MPI's."""

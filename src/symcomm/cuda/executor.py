@@ -335,7 +335,8 @@ class CudaExecutor(Executor):
             self._queued += 1
             number = self.state.arena.flight.site(site)
             try:
-                work.request = self.state.handle.submit(
+                self.state.handle.submit(
+                    work.request,
                     step.plan,
                     step.ins,
                     step.outs,

@@ -97,7 +97,7 @@ class CudaWork(StreamWork):
         self.kept = keep  # tensors and plans in use
         self._started = time.monotonic()
         self.seconds: float | None = None
-        self.request: Any = None
+        self.request = native.Request()  # the hosts' meeting; not queued where there is none
         self._lock = threading.Lock()
         self._queued = threading.Event()  # everything is in the stream, or it failed
         self.callbacks: list[Callable[[], None]] = []
@@ -120,8 +120,8 @@ class CudaWork(StreamWork):
         callback()
 
     def await_queued(self, seconds: float | None) -> bool:
-        if self.request is not None and not self._queued.is_set():
-            status = native.request_wait(self.request, 0 if seconds is None else max(1, int(seconds * 1e9)), False)
+        if self.request.number is not None and not self._queued.is_set():
+            status = self.request.wait_for(0 if seconds is None else max(1, int(seconds * 1e9)), False)
             if status is None:
                 return self._queued.is_set()
         return self._queued.wait(seconds)
@@ -161,9 +161,8 @@ class CudaWork(StreamWork):
 
     def _give_up_meeting(self, seconds: float) -> None:
         """End the hosts' meeting, which has not ended in time, as if the call's own deadline had passed."""
-        if self.request is None:
+        if self.request.give_up() is None:
             raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", seconds)
-        native.request_give_up(self.request)
         self._queued.wait()
         raise_late(self._error)
 

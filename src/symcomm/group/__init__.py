@@ -14,7 +14,6 @@ object_calls.py, monitored_barrier.py, custom_plans.py  further calls
 buffers.py        any tensor -> address, count, dtype
 work.py           operations that run while the caller goes on; watcher.py runs their callbacks
 chains.py         a call together with the callbacks of its works
-inline_async.py   whether such an operation may run in its caller's thread
 shrink.py         the group of those who go on, as membership/ decides
 grow.py           the group with newcomers in it
 reconfigure.py    ReconfigurableGroup: members named anew each time

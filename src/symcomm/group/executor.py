@@ -103,13 +103,9 @@ class HostExecutor(Executor):
             return  # somebody looks already; it may be this very thread, which a signal handler interrupted
         try:
             # They end in order. One with callbacks is left to the watcher: those never run in a caller's thread.
-            over, before = 0, len(pending) - 1
-            while over < before:
-                first = pending[over]
-                if not first.settled and (first.callbacks or not first.is_completed()):
-                    break
-                over += 1
-            del pending[:over]
+            native.drop_ended(pending)
+            while (first := next(iter(pending), work)) is not work and not first.callbacks and first.is_completed():
+                native.drop_ended(pending)
         finally:
             self._keep_lock.release()
 
@@ -127,12 +123,11 @@ def gather_of(
 
 
 class LocalExecutor(HostExecutor):
-    """``stage``: where this rank's staging area begins in its arena. ``polls``: how often a small asynchronous call
-    looks whether all others have arrived (see inline_async.py)."""
+    """``stage``: where this rank's staging area begins in its arena."""
 
-    def __init__(self, state: GroupState, limits: Limits, stage: int, polls: int):
+    def __init__(self, state: GroupState, limits: Limits, stage: int):
         super().__init__(state)
-        self.limits, self._stage, self._polls = limits, stage, polls
+        self.limits, self._stage = limits, stage
         self._reserved = 0  # bytes of each half of the staging area
 
     # --- plans ------------------------------------------------------------------------------------------------
@@ -224,10 +219,10 @@ class LocalExecutor(HostExecutor):
             work.kept = (*work.kept, plan)
             return plan, _places(request.inputs), tuple([b.address for b in request.outputs])
 
-        kept = (request.inputs, request.written, prepare)
-        work = FollowingWork(state, request.call, site, request.outputs, request.result, kept)
-        work.first = first
-        submit = partial(state.handle.submit_after, first.request, prepare, timeout_ns, state.arena.flight.site(site))
+        work = FollowingWork(state, request.call, site, request.result)
+        work.first, work.outputs = first, request.outputs
+        work.kept = (request.inputs, request.written, prepare)
+        submit = partial(state.handle.submit_after, work, first, prepare, timeout_ns, state.arena.flight.site(site))
         self._queue(work, batch_of(async_op), partial(submit, request.written))
         if refusal is not None:
             raise refusal
@@ -276,9 +271,10 @@ class LocalExecutor(HostExecutor):
         addresses: tuple[Any, Any], timeout_ns: int, batch: Any,
     ) -> Work:  # fmt: skip
         state, site, (inputs, outputs) = self.state, call_site(4), buffers
-        work = Work(state, call, site, outputs, result, (inputs, written, plan))
+        work = Work(state, call, site, result)
+        work.outputs, work.kept = outputs, (inputs, written, plan)
         where = state.arena.flight.site(site)
-        self._queue(work, batch, partial(state.handle.submit, plan, *addresses, timeout_ns, where, written))
+        self._queue(work, batch, partial(state.handle.submit, work, plan, *addresses, timeout_ns, where, written))
         return work
 
     def _queue(self, work: Work, batch: Any, submit: Callable[[Any, Any], Any]) -> None:
@@ -286,7 +282,7 @@ class LocalExecutor(HostExecutor):
         callback = work.copy_out_in_core if any(b.target is not None for b in work.outputs) else None
         self.keep(work)
         try:
-            work.request = submit(callback, batch)
+            submit(callback, batch)
         except OSError as error:
             self.pending.remove(work)
             raise errors.no_thread("asynchronous operations", error) from None
@@ -298,33 +294,24 @@ class LocalExecutor(HostExecutor):
         state = self.state
         if state.failure is not None:
             return None
-        in_place = source is target
-        source = tuple(source) if type(source) is list else source
-        target = source if in_place else tuple(target) if type(target) is list else target
-        result = target if type(target) is tuple else () if target is None else (target,)
         site = call_site(2)
-        work = Work(state, call, site, (), result, (source, target))
-        self.keep(work)
         handle, where = state.handle, state.arena.flight.site(site)
         queue = handle.submit_cached if detail is None or isinstance(detail, int) else handle.submit_cached_options
         try:
-            request = queue(number, detail, source, target, where)
+            work = queue(
+                Work, self.pending, state, state.whole(), call, site, where, number, detail, source, target
+            )  # fmt: skip
         except OSError as error:
-            work.forget()
             raise errors.no_thread("asynchronous operations", error) from None
         except BaseException:
             state.handle.abort()  # an interrupt: nobody knows whether it was queued
             raise
-        if isinstance(request, int):
-            work.forget()
-            return None
-        work.request = request
-        return work
+        return None if isinstance(work, int) else work
 
     def _refresh_copies(self, copies: Sequence[Buffer]) -> None:
         """A copy of a tensor must hold what operations before this one make of it."""
         for copy in copies:
-            before = [w for w in list(self.pending) if any(copy.touches(out) for out in w.outputs)]
+            before = [w for w in list(self.pending) if w.writes(copy)]
             for work in before:
                 work.wait_until(None)
             if before:
@@ -340,16 +327,6 @@ class LocalExecutor(HostExecutor):
             site = call_site(2)
             told = pack(state.rank, error, format_site(site))
             state.handle.refuse(told, state.timeout_ns, state.arena.flight.site(site))
-
-    def may_run_inline(self) -> bool:
-        """Whether an asynchronous call may run inline: nothing is queued before it, and all others have arrived."""
-        last = self.pending[-1:]
-        return (
-            self._polls > 0
-            and self.state.failure is None
-            and (not last or last[0].settled)  # they end in order
-            and self.state.handle.announce(self._polls)
-        )
 
 
 def _places(inputs: Sequence[Buffer]) -> tuple[int, ...]:

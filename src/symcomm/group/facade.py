@@ -102,12 +102,13 @@ class GroupCalls:
         ``ask`` makes a request of the arguments."""
         if status > 0:
             raise self.state.fail_with_status(status, ask.__name__, call_site(2), None)
-        if async_op is True and timeout is None and ask in _KNOWN_BY:
-            number, describe = _KNOWN_BY[ask]
-            detail, *tensors = describe(*args)
-            work = None if detail is None else self.executor.queue_seen(ask.__name__, number, detail, *tensors)
-            if work is not None:
-                return work
+        if async_op is True and timeout is None and (known := _KNOWN_BY.get(ask)) is not None:
+            number, describe = known
+            detail, source, target = describe(*args)
+            if detail is not None:
+                work = self.executor.queue_seen(ask.__name__, number, detail, source, target)
+                if work is not None:
+                    return work
         with Refusals(self):
             return self.executor.execute(ask(self, *args), async_op, timeout)
 

@@ -15,7 +15,6 @@ from symcomm._core import native
 from symcomm.group import hooks, registry
 from symcomm.group.executor import LocalExecutor
 from symcomm.group.failure import call_site, check_living
-from symcomm.group.inline_async import inline_polls
 from symcomm.group.leaving import await_others, retire
 from symcomm.group.meeting import Meeting, meet_again
 from symcomm.group.p2p import LocalMessages
@@ -125,8 +124,7 @@ class LocalGroup(ProcessGroup):
         state = self.state
         state.handle = state.mailbox = self.handle
         state.peers = self.peers
-        polls = inline_polls(self.size, own_process)
-        self._own(LocalExecutor(state, self.plan_limits, part.offset + part.stage, polls), LocalMessages(state))
+        self._own(LocalExecutor(state, self.plan_limits, part.offset + part.stage), LocalMessages(state))
         self.handle.keep((self.arena, *self.peers))
         _living.add(self)
         self._retire = weakref.finalize(self, retire, self.handle, self.arena, part.offset, self.exposed)

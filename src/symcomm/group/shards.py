@@ -155,7 +155,7 @@ class _Call:
         if view.dtype is not self._out.dtype or view.count != count:
             got, allowed = (f"{dtype.label} x {n}" for dtype, n in ((view.dtype, view.count), (self._out.dtype, count)))
             raise errors.bad_argument(self._call, name, got, f"{allowed}, as output says")
-        for work in [w for w in list(self._group.pending) if any(view.touches(out) for out in w.outputs)]:
+        for work in [w for w in list(self._group.pending) if w.writes(view)]:
             work.wait_until(None)
             view.refresh()
         _, source = reduction_of(self._group, self._call, self._op, view)

@@ -6,12 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from threading import RLock
 from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.group.buffers import Buffer
+from symcomm.group.buffers import Buffer, write_buffer
 from symcomm.group.chains import Continuation, continued
 from symcomm.group.failure import Site
 from symcomm.group.state import GroupState
@@ -71,30 +70,17 @@ class Outcome:
         return self._error
 
 
-class Work(Outcome):
+class Work(native.Request, Outcome):
     """What ``async_op=True`` returns. ``wait()`` blocks until the operation is done and raises if it failed.
+
+    The core knows what it stands for, and what it holds until it has ended.
 
     Raises: what the operation failed with; DeadlineError from ``wait(timeout)``."""
 
-    def __init__(
-        self, state: GroupState, call: str, site: Site, outputs: Sequence[Buffer], result: Sequence[Any], keep: Any
-    ):
-        self.call = call
-        self._state: Any = state
-        self._group: Any = state.whole()  # until it has ended: nobody else may hold the group
-        self._group_name = state.name
-        self._site = site
-        self.outputs = outputs
-        self.results = result
-        self.kept = keep  # tensors the core still reads or writes
-        self._started = time.monotonic()
-        self._lock = RLock()  # a signal handler or a failure hook may ask while we hold it
+    __slots__ = ()
 
-    request: Any = None
-    settled = False
-    seconds: float | None = None  # from the call to its end, once known
-    _error: BaseException | None = None
-    callbacks: Sequence[Callable[[], None]] = ()
+    def __init__(self, state: GroupState, call: str, site: Site, result: Sequence[Any]):
+        super().__init__(state, state.whole(), call, site, result)
 
     def _copy_out(self, status: int) -> None:
         """Runs once, in the thread that first learns that the operation has ended: the core's own, where outputs have
@@ -106,25 +92,21 @@ class Work(Outcome):
                 self._error = self._failure(status)
             else:
                 try:
-                    for buffer in self.outputs:
+                    for buffer in self.outputs or ():
                         buffer.finish()
                 except Exception as error:  # of this rank alone: its output cannot hold what came
                     self._error = error
+            if self._error is not None:
+                self.is_plain = False
             self._end()
 
     def _failure(self, status: int) -> BaseException:
-        return self._state.fail_with_status(status, self.call, self._site, time.monotonic() - self._started)
-
-    def _end(self) -> None:
-        """It has ended, and needs nothing any more."""
-        self.settled = True
-        self.seconds = time.monotonic() - self._started
-        self.kept = self._state = self._group = None
+        state: GroupState = self._state
+        return state.fail_with_status(status, self.call, self._site, self.age)
 
     def forget(self) -> None:
         """It was never queued."""
-        self.settled = True
-        self.kept = self._state = self._group = None
+        self._end()
 
     def copy_out_in_core(self, status: int) -> None:
         """Runs in the core's own thread, which never waits for a thread that is already copying: a signal handler or a
@@ -135,23 +117,30 @@ class Work(Outcome):
             finally:
                 self._lock.release()
 
+    def writes(self, copied: Buffer) -> bool:
+        """Whether the operation may change what that is a copy of."""
+        outputs = self.outputs
+        if outputs is None:  # the core queued it alone, and looked at the tensors itself
+            outputs = [write_buffer(self.call, "output", tensor) for tensor in self.results]
+        return any(copied.touches(output) for output in outputs)
+
     def settle(self, status: int) -> None:
         self._copy_out(status)
         if self.callbacks:  # no more of them come
             with self._lock:
-                callbacks, self.callbacks = self.callbacks, ()
+                callbacks, self.callbacks = self.callbacks, None
             for callback in callbacks:
                 callback()
 
     @property
     def sequence_number(self) -> int:
         """Which operation of its group this is; see ``ProcessGroup.sequence_number``."""
-        return native.request_number(self.request)
+        return self.number or 0
 
     def await_end(self) -> None:
         """Return once it has ended; its callbacks have yet to run."""
-        if not self.settled and self.request is not None:
-            native.request_wait(self.request, FOREVER, False)
+        if not self.settled:
+            self.wait_for(FOREVER, False)
 
     def wait_until(self, deadline_ns: int | None) -> bool:
         """Return when it is done, or when ``time.monotonic_ns()`` has reached the deadline; None: there is none."""
@@ -161,19 +150,19 @@ class Work(Outcome):
         """``timeout_ns``: as the core has it."""
         if self.settled and not self.callbacks:
             return True
-        if self.request is None:
-            return False  # about to be submitted, or an interrupt came before its request was known
-        status = native.request_wait(self.request, timeout_ns, True)
+        status = self.wait_for(timeout_ns, True)
         if status is None:
-            return False
+            return False  # not yet, or an interrupt came before it was queued
         if status < 0:
-            raise errors.nested(self.call, self._group_name)
+            raise errors.nested(self.call, self._state.name)
         self.settle(status)
         return True
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Block until done. True, or the operation's exception. When ``timeout`` passes first, the operation fails with
         a DeadlineError on every rank that has not done it, and so does the group: as if the call had had that time."""
+        if not timeout and self._finish():
+            return True
         given = to_ns("wait", timeout) if timeout else None
         if not self.wait_until(given and time.monotonic_ns() + given):
             self._give_up((given or 0) / 1e9)
@@ -184,9 +173,10 @@ class Work(Outcome):
 
     def _give_up(self, seconds: float) -> None:
         """The time of a wait is over. Returns once no rank uses the tensors any more."""
-        if self.request is None:
-            raise errors.deadline(f"waiting for {self.call} on group {self._group_name!r}", seconds)
-        self.settle(native.request_give_up(self.request))
+        status = self.give_up()
+        if status is None:  # it was never queued
+            raise errors.deadline(f"waiting for {self.call} on group {self._state.name!r}", seconds)
+        self.settle(status)
 
     def is_completed(self) -> bool:
         """Whether it has ended. Callbacks that have not run yet run here."""
@@ -203,15 +193,16 @@ class Work(Outcome):
             ended, state = self.settled, self._state
             if not ended:
                 callback = continued(callback)
-                self.callbacks = [*self.callbacks, callback]
-            first = len(self.callbacks) == 1
+                self.callbacks = [*(self.callbacks or ()), callback]
+                self.is_plain = False
+            first = self.callbacks is not None and len(self.callbacks) == 1
         if ended:
             callback()
         elif first:
             try:
                 state.watcher.watch(self)
             except errors.ResourceError:
-                self.callbacks = [c for c in self.callbacks if c is not callback]
+                self.callbacks = [c for c in self.callbacks or () if c is not callback]
                 if isinstance(callback, Continuation):
                     callback.cancel()
                 raise

@@ -20,7 +20,8 @@ class HierarchicalWork(Work):
         self, state: HierarchicalState, number: int, call: str, site: Site, act: Callable[[], None],
         outputs: Sequence[Buffer] = (), result: Sequence[Any] = (),
     ):  # fmt: skip
-        super().__init__(state, call, site, outputs, result, None)
+        super().__init__(state, call, site, result)
+        self.outputs = outputs
         self._number = number
         self._act: Callable[[], None] | None = act
         self._ended = threading.Event()

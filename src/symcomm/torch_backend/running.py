@@ -23,25 +23,16 @@ from symcomm.torch_backend.overloads import signature_of
 from symcomm.torch_backend.profile import Span, describe, is_profiling
 from symcomm.torch_backend.python_group import CompletionHook, Names
 from symcomm.torch_backend.torch_patches.functional_collectives import register_work
-from symcomm.torch_backend.work import AllOf, DoneWork, TorchWork, done, late, op_type_of
+from symcomm.torch_backend.work import AllOf, DoneWork, QueuedWork, TorchWork, done, late, op_type_of
 
 # Torch has one name for two operations of ours.
 _TORCH_NAMES = {"all_to_all_single": "all_to_all", "all_gather_lists": "all_gather_coalesced"}
 _NESTED_OUTPUTS, _NESTED_INPUTS = ("all_gather", "gather"), ("reduce_scatter", "scatter")  # torch passes [[tensors]]
-SMALL = 4096  # elements; an operation of that size takes about as long as handing it to a thread
 
 
 def _single(tensors: Any) -> Any:
     """torch's lists of one are tensors to the core."""
     return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
-
-
-def _is_small(tensors: Any) -> bool:
-    """Whether this is a small operation of the group itself: other engines carry tensors of other devices."""
-    first = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
-    if not isinstance(first, torch.Tensor) or not first.is_cpu:
-        return False
-    return first.numel() * (len(tensors) if first is not tensors else 1) <= SMALL
 
 
 def _flat(tensors: Any) -> list[Any]:
@@ -66,8 +57,7 @@ def _dispatched(op: Op, inputs: list[Any], outputs: list[Any]) -> list[Any]:
 def operation(name: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
     """TorchGroup's method for an operation, by our name of it. ``prepare`` checks its arguments, see operations.py.
 
-    A call like one before runs in the core alone, if it blocks, or if it is small and asynchronous and all ranks have
-    already reached it: running that at once is faster than handing it to a thread."""
+    A call like one before runs in the core alone, or stands in its queue if it is asynchronous."""
     op = BY_NAME[name]
     form = _FORMS.get(name, _of_two) if op.number >= 0 else _uncached
     method: Any = form(op, prepare)
@@ -226,7 +216,10 @@ class Calls:
         target: Any,
     ) -> Any:
         """Goes on after the core, asked to run the call, has returned ``status``."""
-        work = self._run_seen(op.number, status, opts, source, target)
+        if status == ASYNC:
+            work = self._queue(op.number, opts, source, target)
+        else:
+            work = self._run_seen(op.number, status, opts, source, target)
         return self.run_new(op, prepare, args, {}) if work is None else work
 
     def _run_seen(self, number: int, status: int, opts: Any, source: Any, target: Any) -> Any:
@@ -237,9 +230,6 @@ class Calls:
             if status == 0:
                 status = core.handle.run_cached(number, detail, _single(source), _single(target))
         if status == ASYNC:
-            small = _is_small(source if target is None else target)
-            if small and core.executor.may_run_inline():
-                return self._run_inline(number, detail, source, target, opts)
             return self._queue(number, opts if detail is None else detail, source, target)
         if status > 0:
             try:
@@ -251,10 +241,13 @@ class Calls:
     def _queue(self, number: int, detail: Any, source: Any, target: Any) -> Any:
         """Have the core queue an asynchronous call. Returns None as _run_seen does."""
         core, name = self.core, CACHED[number].name
-        work = core.executor.queue_seen(name, number, detail, source, target)
-        if work is None:
+        inner = core.executor.queue_seen(name, number, detail, source, target)
+        if inner is None:
             return None
-        return self._as_torch_work(work, list(work.results), name, core.state.timeout_ns / 1e9)
+        work = QueuedWork(inner, core.state.timeout_ns, self._before)
+        if versions.ACCEPTS_IN_FLIGHT_INPUTS():
+            register_work(work, work.outputs)
+        return work
 
     def _as_torch_work(self, inner: Any, result: list[Any], name: str, limit: float) -> TorchWork:
         work = TorchWork(inner, result, name, limit)
@@ -263,24 +256,6 @@ class Calls:
             self._coalescing.append(work)
         elif versions.ACCEPTS_IN_FLIGHT_INPUTS():
             register_work(work, result)
-        return work
-
-    def _run_inline(self, number: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
-        """Run an asynchronous call here; ``wait()`` raises its failure. ``detail`` is None if the core reads ``opts``.
-        Returns None as _run_seen does."""
-        core, begun = self.core, time.monotonic()
-        if detail is None:
-            status = core.handle.run_cached_options(number, opts, source, target, True)
-        else:
-            status = core.handle.run_cached(number, detail, _single(source), _single(target))
-        if status < 0:
-            return None
-        result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]
-        call = CACHED[number].name
-        work = DoneWork(result, call, time.monotonic() - begun)
-        if status:
-            error = core.state.fail_with_status(status, call, call_site(3), None)
-            work.failed(late(error, core.timeout, time.monotonic() - begun))
         return work
 
     # --- all others -------------------------------------------------------------------------------------------

@@ -156,11 +156,6 @@ class DoneWork(_OwnWork):
     def _get_sequence_number(self) -> int:
         raise errors.CallerError("_get_sequence_number: the operation ended within its call, which took no number.")
 
-    def failed(self, error: BaseException) -> DoneWork:
-        """The operation ended with ``error``, which waiters get."""
-        self._error = error
-        return self
-
     def wait(self, timeout: timedelta | float = NO_LIMIT) -> bool:
         if timeout is not NO_LIMIT:
             duration("wait: timeout", timeout)
@@ -313,6 +308,28 @@ class TorchWork(_OwnWork):
         if error is not None:
             raise error
         return self._tensors
+
+
+class QueuedWork(TorchWork):
+    """A call that the core has queued alone. Whatever it can be asked is found out when it is."""
+
+    def __init__(self, inner: Any, limit_ns: int, numbers_from: int):
+        Work.__init__(self)
+        self.inner, self._limit_ns, self.numbers_from = inner, limit_ns, numbers_from
+
+    _future = _span = None
+
+    @property
+    def _limit(self) -> float:  # type: ignore[override]
+        return self._limit_ns / 1e9
+
+    @property
+    def _call(self) -> str:  # type: ignore[override]
+        return self.inner.call
+
+    @property
+    def _tensors(self) -> list[Any]:  # type: ignore[override]
+        return list(self.inner.results)
 
 
 @warns_of_old_calls

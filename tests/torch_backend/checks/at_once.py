@@ -1,8 +1,7 @@
-"""Small asynchronous calls, which end in the caller's thread when everybody else is there, and only then."""
+"""Small asynchronous calls: whoever waits for one runs it, and nobody waits in the call itself."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,23 +9,7 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.torch_backend.work import DoneWork
 from tests.torch_backend.checks import WORLD, check, equal, joined, refused
-
-
-def _number(group: Any, of: int) -> int:
-    """Of the last operation that a rank has come to."""
-    return group.core.handle.report()["ranks"][of]["seq"]
-
-
-def _after_the_other(group: Any, rank: int, call: Callable[[], Any]) -> Any:
-    """Rank 1 makes a call once rank 0 is in its own, which it leaves to the group's thread."""
-    if rank == 1:
-        mine, deadline = _number(group, 1), time.monotonic() + 20
-        while _number(group, 0) <= mine:
-            assert time.monotonic() < deadline, "rank 0 does not come"
-            time.sleep(0.0005)
-    return call()
 
 
 def _calls(rank: int) -> list[tuple[Callable[[], Any], Callable[[], list[Any]], list[float]]]:
@@ -59,24 +42,16 @@ def _calls(rank: int) -> list[tuple[Callable[[], Any], Callable[[], list[Any]], 
 
 
 @check
-def small_calls_end_at_once(rank: int, path: str) -> None:
-    with joined(rank, path) as group:
-        for again in range(3):  # the first of a kind takes the slow path
+def small_calls(rank: int, path: str) -> None:
+    with joined(rank, path):
+        for _ in range(3):  # the first of a kind takes the slow path
             for call, result, expected in _calls(rank):
-                dist.barrier()
-                work = _after_the_other(group, rank, call)
-                assert not (again and rank) or isinstance(work, DoneWork), work
+                work = call()
                 assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
                 assert work._get_duration() >= 0
                 work.get_future().wait()
                 if expected:
                     equal(torch.cat(result()), expected)
-        large = torch.ones(1 << 16)
-        for _ in range(2):
-            dist.barrier()
-            work = _after_the_other(group, rank, lambda: dist.all_reduce(large, async_op=True))
-            assert not isinstance(work, DoneWork), "a large one may be waited for while others compute"
-            work.wait()
 
 
 @check
@@ -138,11 +113,11 @@ def uneven_exchanges_return_at_once(rank: int, path: str) -> None:
 
 @check
 def failures_come_out_of_wait(rank: int, path: str) -> None:
-    with joined(rank, path) as group:
+    with joined(rank, path):
         for size in (2, 3):  # so that both kinds are known
             dist.all_reduce(torch.ones(size), async_op=True).wait()
         tensor = torch.ones(2 + rank)
-        work = _after_the_other(group, rank, lambda: dist.all_reduce(tensor, async_op=True))
+        work = dist.all_reduce(tensor, async_op=True)
         refused(work.wait, "the ranks did not make the same call")
         assert isinstance(work.exception(), errors.CollectiveMismatchError) and not work.is_success()
         refused(work.get_future().wait, "the ranks did not make the same call")

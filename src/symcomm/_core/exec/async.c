@@ -107,6 +107,7 @@ static void say_done(struct request *r) {
 static void perform(struct worker *w, struct request *r) {
     struct group *g = w->group;
     r->status = run_request(g, r);
+    r->ended = symcomm_now_ns();
     bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
     if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
     atomic_store(&g->ended, r->place); /* the next one has time again */
@@ -318,47 +319,45 @@ static int await_other(struct request *r, int64_t deadline) {
     return status;
 }
 
-/* The first in the queue, and the turn; NULL: r is done, or another thread has the turn, or is to run that. */
-static struct request *take_turn(struct worker *w, struct request *r) {
-    struct request *first = NULL;
-    pthread_mutex_lock(&w->lock);
+/* The first in the queue, and the turn; NULL: r is done, or another thread has the turn, or is to run that. With the
+ * worker's lock held. */
+static struct request *take_turn(struct worker *w, const struct request *r) {
     bool done = atomic_load_explicit(&r->done, memory_order_acquire);
-    if (!done && !w->runner && w->first && !w->first->finished) first = begin_turn(w);
-    pthread_mutex_unlock(&w->lock);
-    return first;
+    return !done && !w->runner && w->first && !w->first->finished ? begin_turn(w) : NULL;
 }
 
-/* Runs what is queued up to r, as its caller's own: where that was called is known. */
-static void run_queue(struct request *r) {
-    struct worker *w = r->group->worker;
+/* Runs what is queued up to r, as its caller's own: where that was called is known. With the lock held, which it gives
+ * up meanwhile. */
+static void run_queue(struct worker *w, const struct request *r) {
     struct caller *c = symcomm_caller;
     bool knew_site = c && c->knows_site;
     if (c) c->knows_site = true;
-    for (struct request *one; (one = take_turn(w, r)) != NULL;) {
+    for (struct request *one; (one = take_turn(w, r)) != NULL; end_turn(w)) {
+        pthread_mutex_unlock(&w->lock);
         atomic_fetch_add_explicit(&w->group->collectives.by_waiter[(one->from.way & FLIGHT_SLOW_PATH) != 0], 1,
                                   memory_order_relaxed);
         one->from.way &= (uint8_t)~FLIGHT_QUEUED;
         perform(w, one);
         pthread_mutex_lock(&w->lock);
-        end_turn(w);
-        pthread_mutex_unlock(&w->lock);
     }
     if (c) c->knows_site = knew_site;
 }
 
-static bool is_own_turn(struct worker *w) {
-    pthread_mutex_lock(&w->lock);
-    bool own = w->runner == &this_thread;
-    pthread_mutex_unlock(&w->lock);
-    return own;
+bool async_is_next(const struct request *r) {
+    const struct worker *w = r->group->worker;
+    return r->place && r->plan && r->after == NULL && atomic_load_explicit(&w->pending, memory_order_relaxed) == 1;
 }
 
 int async_wait(struct request *r, int64_t timeout, bool runs) {
     if (r->place == 0 || atomic_load_explicit(&r->done, memory_order_acquire)) return STATUS_OK;
+    struct worker *w = r->group->worker;
     int64_t now = symcomm_now_ns();
-    if (is_own_turn(r->group->worker)) return STATUS_NESTED;
-    if (runs) note_wait(r, now - r->submitted < LINGER_NS);
-    if (runs && timeout == 0) run_queue(r);
+    pthread_mutex_lock(&w->lock);
+    bool own = w->runner == &this_thread;
+    if (runs && !own) note_wait(r, now - r->submitted < LINGER_NS);
+    if (runs && !own && timeout == 0) run_queue(w, r);
+    pthread_mutex_unlock(&w->lock);
+    if (own) return STATUS_NESTED;
     if (atomic_load_explicit(&r->done, memory_order_acquire)) return STATUS_OK;
     return await_other(r, timeout ? now + timeout : 0);
 }
@@ -375,14 +374,17 @@ void async_give_up(struct request *r) {
     await_end(r);
 }
 
+static void drop_buffers(struct request *r) {
+    if (r->buffers.in != r->few) free((void *)r->buffers.in);
+}
+
 void async_release(struct request *r) {
     if (atomic_fetch_sub_explicit(&r->references, 1, memory_order_acq_rel) > 1) return;
-    free((void *)r->buffers.in);
-    free((void *)r->buffers.out);
+    drop_buffers(r);
     free(r->words);
     if (r->after) async_release(r->after);
     async_leave_batch(r->batch);
-    free(r->versions);
+    if (r->versions != &r->one_version) free(r->versions);
     free(r);
 }
 
@@ -411,10 +413,11 @@ void async_stop(struct group *g) {
     struct worker *w = g->worker;
     if (w == NULL || w->joined) return;
     pthread_mutex_lock(&w->lock);
+    bool own = w->runner == &this_thread;
     w->stopping = true;
     pthread_cond_signal(&w->changed);
     pthread_mutex_unlock(&w->lock);
-    if (async_inside(g) || is_own_turn(w)) return; /* the last who knows the group calls again */
+    if (async_inside(g) || own) return; /* the last who knows the group calls again */
     pthread_join(w->thread, NULL);
     w->joined = true;
 }
@@ -431,12 +434,6 @@ void async_at_end(struct group *g, void (*on_exit)(void *), void *argument) {
     async_stop(g);
 }
 
-static char **copy_addresses(char *const *addresses, int n) {
-    char **copy = malloc(sizeof(char *) * (size_t)(n + 1));
-    if (copy && n) memcpy(copy, addresses, sizeof(char *) * (size_t)n);
-    return copy;
-}
-
 struct request *async_request(struct group *g, struct plan *p, const struct buffers *b, int64_t timeout,
                               struct origin from) {
     struct request *r = calloc(1, sizeof *r);
@@ -448,11 +445,15 @@ struct request *async_request(struct group *g, struct plan *p, const struct buff
 }
 
 bool async_use(struct request *r, struct plan *p, const struct buffers *b) {
-    free((void *)r->buffers.in);
-    free((void *)r->buffers.out);
+    size_t n_in = (size_t)b->n_in, n_out = (size_t)b->n_out;
+    char **copy = n_in + n_out <= FEW_BUFFERS ? r->few : malloc((n_in + n_out) * sizeof *copy);
+    if (copy == NULL) return false;
+    if (n_in) memcpy(copy, b->in, n_in * sizeof *copy);
+    if (n_out) memcpy(copy + n_in, b->out, n_out * sizeof *copy);
+    drop_buffers(r);
     r->plan = p;
-    r->buffers = (struct buffers){copy_addresses(b->in, b->n_in), copy_addresses(b->out, b->n_out), b->n_in, b->n_out};
-    return r->buffers.in && r->buffers.out;
+    r->buffers = (struct buffers){copy, copy + n_in, b->n_in, b->n_out};
+    return true;
 }
 
 bool async_refuse_with(struct request *r, const char *words, size_t n) {

@@ -11,6 +11,8 @@ struct batch {
     int64_t refused; /* its status; 0: none yet */
 };
 
+#define FEW_BUFFERS 4
+
 struct request {
     struct group *group;
     struct plan *plan;       /* NULL: the rank refuses its call */
@@ -31,15 +33,17 @@ struct request {
     int64_t number;                     /* of the operation in its group, see number_of() */
     uint64_t place;                     /* in the queue, from 1 on; 0: it never stood there */
     _Atomic uint32_t done;              /* futex */
-    int64_t submitted;                  /* ns */
+    int64_t submitted, ended;           /* ns */
     int64_t due;                        /* ns: until then it is left to a caller who waits for it */
     _Atomic int references;             /* the queue's and the owner's */
     _Atomic int awaited;                /* threads that wait for it while another runs it */
     _Atomic uint32_t sleepers;          /* of these, those asleep on `done` */
     void (*finished)(struct request *); /* called by the group's thread after done, or NULL: no waiter runs it then */
     void *context;
-    _Atomic uint32_t **versions; /* of tensors that it writes: raised once more when it has run */
+    _Atomic uint32_t **versions;   /* of tensors that it writes: raised once more when it has run */
+    _Atomic uint32_t *one_version; /* instead of an array */
     int n_versions;
+    char *few[FEW_BUFFERS]; /* the buffers' addresses, where there are no more */
     struct request *next;
 };
 
@@ -72,6 +76,8 @@ bool async_idle(struct group *g);
  * signal handler that raises ends the wait and the group, as in a blocking call. STATUS_NESTED: this very thread is in
  * the middle of what r comes behind. */
 int async_wait(struct request *r, int64_t timeout, bool runs);
+/* Whether it stands alone, so that whoever waits for it now most likely runs it, as a blocking call of its plan. */
+bool async_is_next(const struct request *r);
 /* The caller waits no longer: r's deadline, and that of all before it, is now. Returns when r is done. */
 void async_give_up(struct request *r);
 void async_release(struct request *r);

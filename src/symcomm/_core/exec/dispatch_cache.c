@@ -5,7 +5,7 @@
 
 #include "exec/async.h"
 #include "exec/exec.h"
-#include "exec/exec_module.h"
+#include "exec/request_module.h"
 #include "group/group_module.h"
 #include "module/gil.h"
 #include "module/module.h"
@@ -219,15 +219,14 @@ static PyObject *run_uncached(PyObject *Py_UNUSED(self), PyObject *const *Py_UNU
     return PyLong_FromLong(-1);
 }
 
-/* run_cached_options(call, options, input, output, run_async=False): run_cached(), with what torch's
- * options object says. Where nothing was run it returns one of enum options. */
+/* run_cached_options(call, options, input, output): run_cached(), with what torch's options object says. Where nothing
+ * was run it returns one of enum options. */
 static PyObject *run_cached_options(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    if (n_args != 4 && n_args != 5) return PyErr_Format(PyExc_TypeError, "run_cached_options takes 4 or 5 arguments");
+    if (expect_arguments(n_args, 4, "run_cached_options") < 0) return NULL;
     struct group *g = group_of(self);
     struct call_key k = {.call = PyLong_AsLongLong(args[0]), .dtype = -1};
     if (PyErr_Occurred()) return NULL;
     int64_t status = options_read(k.call, args[1], &k.detail);
-    if (status == OPTIONS_ASYNC && n_args == 5 && args[4] == Py_True) status = OPTIONS_FAST;
     if (status != OPTIONS_FAST || g->dispatch_cache == NULL) return PyLong_FromLongLong(status ? status : OPTIONS_SLOW);
     struct call_tensors t;
     status = view_tensors(g, args[2], args[3], 1, &k, &t) ? run_cached_plan(g, &k, &t) : OPTIONS_SLOW;
@@ -236,47 +235,63 @@ static PyObject *run_cached_options(PyObject *self, PyObject *const *args, Py_ss
     return PyLong_FromLongLong(status);
 }
 
-/* Queues a call, as run_cached_plan() runs one. Its caller keeps the tensors until it has ended. */
-static PyObject *submit_cached_plan(struct group *g, const struct call_key *k, const struct call_tensors *t,
-                                    PyObject *site) {
+/* What submit_cached() and submit_cached_options() are told. */
+enum { ASKED_TYPE, ASKED_PENDING, ASKED_STATE, ASKED_GROUP, ASKED_CALL, ASKED_SITE, ASKED_SITE_NUMBER, ASKED_WHAT };
+#define ASKED_ARGUMENTS (ASKED_WHAT + 4)
+
+/* Queues a call, as run_cached_plan() runs one. A native.Request of the given type, which keeps what the call needs. */
+static PyObject *submit_cached_plan(struct group *g, PyObject *const *args, const struct call_key *k,
+                                    const struct call_tensors *t) {
     struct cached_plan *known = find_usable(g, k, t);
     if (known == NULL) return PyLong_FromLong(-1);
-    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(site), .exact_site = 1};
+    struct asked a = {args[ASKED_TYPE],  args[ASKED_PENDING], args[ASKED_STATE],
+                      args[ASKED_GROUP], args[ASKED_CALL],    args[ASKED_SITE]};
+    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[ASKED_SITE_NUMBER]), .exact_site = 1};
     if (PyErr_Occurred()) return NULL;
     struct buffers b = {(char *const *)t->in, (char *const *)t->out, (int)k->n_in, (int)k->n_out};
-    PyObject *plan = Py_NewRef(known->capsule); /* the request needs it, whatever the table forgets */
     int64_t timeout = atomic_load_explicit(&g->timeout, memory_order_relaxed);
     struct request *r = async_request(g, known->plan, &b, timeout, from);
-    PyObject *capsule = exec_submit(r, known->effects ? t->written : NULL, NULL);
-    if (capsule) PyCapsule_SetContext(capsule, plan);
-    else Py_DECREF(plan);
-    return capsule;
+    PyObject *in = t->inputs ? t->inputs : args[ASKED_WHAT + 2];
+    /* Whatever the table forgets, and lists lose. */
+    PyObject *kept = PyTuple_Pack(3, known->capsule, in, t->written);
+    PyObject *written = known->effects ? t->written : NULL;
+    PyObject *request = kept ? request_plain(&a, kept, t->written) : NULL;
+    Py_XDECREF(kept);
+    if (request && request_submit(request, r, written, NULL)) {
+        request_drop_ended(a.pending);
+        return request;
+    }
+    if (request) request_cancel(request);
+    else if (r) async_release(r);
+    Py_XDECREF(request);
+    return NULL;
 }
 
-/* submit_cached(call, detail, input, output, site): as run_cached(), but it only queues the call, whose request it
- * returns. Tensors come one by one or as tuples, which the caller keeps. */
+/* submit_cached(type, pending, state, group, name, site, site number, call, detail, input, output): as run_cached(),
+ * but it only queues the call, as that of a native.Request of that type. */
 static PyObject *submit_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     struct group *g = group_of(self);
-    if (expect_arguments(n_args, 5, "submit_cached") < 0) return NULL;
+    if (expect_arguments(n_args, ASKED_ARGUMENTS, "submit_cached") < 0) return NULL;
     struct call_key k;
     struct call_tensors t = {.inputs = NULL};
     PyObject *request = NULL;
-    if (g->dispatch_cache && describe_call(g, args, &k, &t)) request = submit_cached_plan(g, &k, &t, args[4]);
+    if (g->dispatch_cache && describe_call(g, args + ASKED_WHAT, &k, &t)) request = submit_cached_plan(g, args, &k, &t);
     else if (!PyErr_Occurred()) request = PyLong_FromLong(-1);
     release_tensors(&t);
     return request;
 }
 
-/* submit_cached_options(call, options, input, output, site): the same, with what torch's options object says. */
+/* submit_cached_options(..., call, options, input, output): the same, with what torch's options object says. */
 static PyObject *submit_cached_options(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     struct group *g = group_of(self);
-    if (expect_arguments(n_args, 5, "submit_cached_options") < 0) return NULL;
-    struct call_key k = {.call = PyLong_AsLongLong(args[0]), .dtype = -1};
+    if (expect_arguments(n_args, ASKED_ARGUMENTS, "submit_cached_options") < 0) return NULL;
+    PyObject *const *what = args + ASKED_WHAT;
+    struct call_key k = {.call = PyLong_AsLongLong(what[0]), .dtype = -1};
     if (PyErr_Occurred()) return NULL;
-    int64_t status = options_read(k.call, args[1], &k.detail);
+    int64_t status = options_read(k.call, what[1], &k.detail);
     if (status != OPTIONS_ASYNC || g->dispatch_cache == NULL) return PyLong_FromLong(OPTIONS_SLOW);
     struct call_tensors t;
-    PyObject *request = view_tensors(g, args[2], args[3], 1, &k, &t) ? submit_cached_plan(g, &k, &t, args[4])
+    PyObject *request = view_tensors(g, what[2], what[3], 1, &k, &t) ? submit_cached_plan(g, args, &k, &t)
                                                                      : PyLong_FromLong(OPTIONS_SLOW);
     release_tensors(&t);
     return request;
@@ -311,11 +326,13 @@ static PyObject *cache_plan(PyObject *self, PyObject *const *args, Py_ssize_t n_
 
 PyMethodDef group_dispatch_cache_methods[] = {
     METHOD(run_cached, METH_FASTCALL, "(call, detail, input, output) -> status, or -1: take the slow path"),
-    METHOD(run_cached_options, METH_FASTCALL,
-           "(call, options, input, output, run_async=False) -> status, or below 0: nothing was run"),
-    METHOD(submit_cached, METH_FASTCALL, "(call, detail, input, output, site) -> request, or -1: take the slow path"),
+    METHOD(run_cached_options, METH_FASTCALL, "(call, options, input, output) -> status, or below 0: nothing was run"),
+    METHOD(submit_cached, METH_FASTCALL,
+           "(type, pending, state, group, name, site, site number, call, detail, input, output) -> a Request of that "
+           "type, or -1: take the slow path"),
     METHOD(submit_cached_options, METH_FASTCALL,
-           "(call, options, input, output, site) -> request, or below 0: nothing was queued"),
+           "(type, pending, state, group, name, site, site number, call, options, input, output) -> a Request of that "
+           "type, or below 0: nothing was queued"),
     METHOD(cache_plan, METH_FASTCALL,
            "(call, detail, input, output, plan, site, effects) -> whether run_cached() will know it"),
     {NULL, NULL, 0, NULL},

@@ -1,15 +1,14 @@
-/* Plans and requests as Python sees them, and the methods of native.Group that run them. */
-#include "exec/exec_module.h"
-
+/* Plans as Python sees them, and the methods of native.Group that run them. */
 #include <stdlib.h>
 
 #include "exec/async.h"
 #include "exec/exec.h"
+#include "exec/request_module.h"
 #include "group/group_module.h"
 #include "module/gil.h"
 #include "torch/tensor.h"
 
-static const char REQUEST[] = "symcomm.request", BATCH[] = "symcomm.batch";
+static const char BATCH[] = "symcomm.batch";
 
 static void drop_plan(PyObject *capsule) { plan_free(PyCapsule_GetPointer(capsule, PLAN_CAPSULE)); }
 
@@ -66,16 +65,6 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     return PyLong_FromLongLong(status);
 }
 
-static void call_back(struct request *r) {
-    PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *callback = r->context;
-    PyObject *result = PyObject_CallFunction(callback, "L", (long long)r->status);
-    if (result == NULL) PyErr_WriteUnraisable(callback);
-    Py_XDECREF(result);
-    Py_DECREF(callback);
-    PyGILState_Release(state);
-}
-
 /* Takes what a preparation returned: (plan, inputs, outputs), words to refuse the call with, or None where all ranks
  * know that it does not take place. Negative: there is an exception. */
 static int64_t take_prepared(struct request *r, PyObject *made) {
@@ -111,12 +100,6 @@ static int64_t prepare(struct request *r) {
     return status;
 }
 
-static void drop_request(PyObject *capsule) {
-    struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
-    Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule));
-    async_release(r);
-}
-
 static void drop_batch(PyObject *capsule) { async_leave_batch(PyCapsule_GetPointer(capsule, BATCH)); }
 
 static PyObject *make_batch(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)) {
@@ -126,61 +109,26 @@ static PyObject *make_batch(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)
     return PyCapsule_New(b, BATCH, drop_batch);
 }
 
-static void watch_version(struct request *r, PyObject *written) {
-    _Atomic uint32_t *version = tensor_version(written);
-    if (version) r->versions[r->n_versions++] = version;
-}
-
-/* The caller may look at the tensors, or save them for backward, while the operation runs: their versions are raised
- * now and when it ends. Until then the caller keeps the tensors, as it does their memory. False: no memory. */
-static bool watch_versions(struct request *r, PyObject *written) {
-    bool several = PyTuple_Check(written);
-    Py_ssize_t n = several ? PyTuple_Size(written) : 1;
-    tensors_change(written);
-    if (n == 0) return true;
-    r->versions = malloc((size_t)n * sizeof *r->versions);
-    if (r->versions == NULL) return false;
-    if (!several) watch_version(r, written);
-    for (Py_ssize_t i = 0; several && i < n; i++) watch_version(r, PyTuple_GetItem(written, i));
-    return true;
-}
-
-PyObject *exec_submit(struct request *r, PyObject *written, PyObject *callback) {
-    if (r == NULL) return PyErr_NoMemory();
-    if (written && !watch_versions(r, written)) {
-        async_release(r);
-        return PyErr_NoMemory();
-    }
-    if (callback) r->context = Py_NewRef(callback), r->finished = call_back;
-    PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
-    if (capsule && async_submit(r->group, r) < 0) {
-        Py_XDECREF((PyObject *)r->context);
-        Py_DECREF(capsule);
-        return PyErr_Format(PyExc_OSError, "can't start new thread");
-    }
-    if (capsule) count_call(&r->group->collectives, (r->from.way & FLIGHT_SLOW_PATH) != 0, true);
-    return capsule;
-}
-
 static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     struct call c;
-    if (expect_arguments(n_args, 8, "submit") < 0 || !read_call(&c, self, args)) return NULL;
-    struct batch *batch = args[7] == Py_None ? NULL : PyCapsule_GetPointer(args[7], BATCH);
+    if (expect_arguments(n_args, 9, "submit") < 0 || !read_call(&c, self, args + 1)) return NULL;
+    struct batch *batch = args[8] == Py_None ? NULL : PyCapsule_GetPointer(args[8], BATCH);
     if (PyErr_Occurred()) return NULL;
     struct request *r = async_request(c.group, c.plan, &c.buffers, c.timeout, c.from);
     if (r && batch) async_join_batch(r, batch);
-    return exec_submit(r, c.written, args[6] == Py_None ? NULL : args[6]);
+    if (!request_submit(args[0], r, c.written, args[7] == Py_None ? NULL : args[7])) return NULL;
+    Py_RETURN_NONE;
 }
 
-/* submit_after(request, prepare, timeout_ns, site, written, callback, batch) -> request. The caller keeps prepare. */
+/* submit_after(request, first, prepare, timeout_ns, site, written, callback, batch). The caller keeps prepare. */
 static PyObject *submit_after(PyObject *self, PyObject *args) {
-    PyObject *first, *preparation, *written, *callback, *batch;
+    PyObject *request, *first, *preparation, *written, *callback, *batch;
     long long timeout;
     unsigned int site;
-    if (!PyArg_ParseTuple(args, "OOLIO!OO", &first, &preparation, &timeout, &site, &PyTuple_Type, &written, &callback,
-                          &batch))
+    if (!PyArg_ParseTuple(args, "OOOLIO!OO", &request, &first, &preparation, &timeout, &site, &PyTuple_Type, &written,
+                          &callback, &batch))
         return NULL;
-    struct request *before = PyCapsule_GetPointer(first, REQUEST);
+    struct request *before = request_of(first);
     struct batch *joined = batch == Py_None ? NULL : PyCapsule_GetPointer(batch, BATCH);
     if (PyErr_Occurred()) return NULL;
     struct buffers none = {NULL, NULL, 0, 0};
@@ -188,7 +136,8 @@ static PyObject *submit_after(PyObject *self, PyObject *args) {
     struct request *r = async_request(group_of(self), NULL, &none, timeout, from);
     if (r) async_follow(r, before, prepare, preparation);
     if (r && joined) async_join_batch(r, joined);
-    return exec_submit(r, written, callback == Py_None ? NULL : callback);
+    if (!request_submit(request, r, written, callback == Py_None ? NULL : callback)) return NULL;
+    Py_RETURN_NONE;
 }
 
 /* refuse(words, timeout_ns, site) -> 0, or why nobody was told. Returns at once: where it would have to wait,
@@ -212,48 +161,13 @@ static PyObject *refuse(PyObject *self, PyObject *args) {
     return PyLong_FromLongLong(status);
 }
 
-/* request_wait(request, timeout_ns, runs) -> status, None when it is not done by then, or -1 where its thread cannot
- * wait for it; a negative timeout only looks. */
-static PyObject *request_wait(PyObject *Py_UNUSED(self), PyObject *args) {
-    PyObject *capsule;
-    long long timeout;
-    int runs;
-    if (!PyArg_ParseTuple(args, "OLp", &capsule, &timeout, &runs)) return NULL;
-    struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
-    if (r == NULL) return NULL;
-    bool done = atomic_load_explicit(&r->done, memory_order_acquire);
-    if (!done && r->group->forked) return PyLong_FromLong(STATUS_LEFT); /* it is the parent's, and ends there */
-    if (!done && timeout >= 0) {
-        int status;
-        WITHOUT_GIL(status = async_wait(r, timeout, runs));
-        if (PyErr_Occurred()) return NULL;
-        if (status == STATUS_NESTED) return PyLong_FromLong(-1);
-        done = status == STATUS_OK;
-    }
-    return done ? PyLong_FromLongLong(r->status) : Py_NewRef(Py_None);
-}
-
-/* request_give_up(request) -> status: of one that the caller waits for no longer. It has ended when this returns. */
-static PyObject *request_give_up(PyObject *Py_UNUSED(self), PyObject *capsule) {
-    struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
-    if (r == NULL) return NULL;
-    WITHOUT_GIL(async_give_up(r));
-    if (PyErr_Occurred()) return NULL;
-    return PyLong_FromLongLong(r->status);
-}
-
-static PyObject *request_number(PyObject *Py_UNUSED(self), PyObject *capsule) {
-    struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
-    return r ? PyLong_FromLongLong(r->number) : NULL;
-}
-
 PyMethodDef group_exec_methods[] = {
     METHOD(run, METH_FASTCALL, "(plan, inputs, outputs, timeout_ns, site, written tensors) -> status"),
     METHOD(submit, METH_FASTCALL,
-           "(plan, inputs, outputs, timeout_ns, site, written tensors, callback, batch) -> request"),
+           "(request, plan, inputs, outputs, timeout_ns, site, written tensors, callback, batch): queue it."),
     METHOD(submit_after, METH_VARARGS,
-           "(request, prepare, timeout_ns, site, written tensors, callback, batch) -> request that runs what prepare() "
-           "returns once the one before has run: (plan, inputs, outputs), words to refuse it with, or None"),
+           "(request, first, prepare, timeout_ns, site, written tensors, callback, batch): the request runs what "
+           "prepare() returns once the first has run: (plan, inputs, outputs), words to refuse it with, or None."),
     METHOD(refuse, METH_VARARGS, "(words, timeout_ns, site): tell the others that this rank refuses its call."),
     {NULL, NULL, 0, NULL},
 };
@@ -262,9 +176,6 @@ static PyMethodDef methods[] = {
     METHOD(make_plan, METH_O, "(encoded) -> plan"),
     METHOD(plan_stage_bytes, METH_O, "(plan) -> how many bytes of a staging half it uses"),
     METHOD(make_batch, METH_NOARGS, "() -> what requests of one call have in common"),
-    METHOD(request_number, METH_O, "(request) -> which operation of its group it is"),
-    METHOD(request_give_up, METH_O, "(request) -> status, once nobody uses its tensors any more"),
-    METHOD(request_wait, METH_VARARGS, "(request, timeout_ns, runs) -> status or None"),
     {NULL, NULL, 0, NULL},
 };
 

@@ -41,7 +41,7 @@ static inline void append_new(PyObject **list, PyObject *object) {
 /* clang-format off */
 #define SYMCOMM_PARTS(PART)                                                                                          \
     PART(reduce) PART(convert) PART(nontemporal) PART(pack) PART(mapping) PART(life) PART(tensor) PART(cores) PART(gil) PART(group) \
-    PART(records) PART(exec) PART(refusal) PART(report) PART(dispatch_cache) PART(options) PART(p2p) PART(signals)   \
+    PART(records) PART(exec) PART(request) PART(refusal) PART(report) PART(dispatch_cache) PART(options) PART(p2p) PART(signals)   \
     PART(window) PART(stream_ops) PART(prepared) PART(store) PART(gil_watchdog) PART(whereabouts) PART(allocator)    \
     PART(region) PART(queue) PART(board)
 /* clang-format on */
