@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -412,3 +413,24 @@ def _refused(g: ProcessGroup) -> None:
 
 def test_bad_arguments():
     threads(_refused, 2)
+
+
+def _tensors_go(g: ProcessGroup) -> list[bool]:
+    """Whether somebody holds a tensor whose message has been waited for, or a collective."""
+    peer, alive = 1 - g.rank, []
+    for start in (
+        lambda t: g.isend(t, peer) if g.rank == 0 else g.irecv(t, peer),
+        lambda t: g.all_reduce(t, async_op=True),
+    ):
+        for _ in range(3):
+            tensor = torch.ones(64)
+            work = start(tensor)
+            work.wait()
+            gone = weakref.ref(tensor)
+            del tensor, work
+            alive.append(gone() is not None)
+    return alive
+
+
+def test_a_tensor_is_let_go_once_its_operation_was_waited_for():
+    assert threads(_tensors_go, 2) == [[False] * 6] * 2

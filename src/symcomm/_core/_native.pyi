@@ -18,6 +18,7 @@ class Request:
     outputs: Any
     callbacks: Sequence[Callable[[], None]] | None
     kept: Any
+    pending: list[Any] | None
     settled: bool
     is_plain: bool
     _error: BaseException | None

@@ -97,7 +97,7 @@ class HostExecutor(Executor):
 
     def keep(self, work: Work) -> None:
         """Before it is submitted: the core uses its tensors whether or not the caller keeps or ever gets ``work``."""
-        pending = self.pending
+        pending = work.pending = self.pending
         pending.append(work)
         if not self._keep_lock.acquire(blocking=False):
             return  # somebody looks already; it may be this very thread, which a signal handler interrupted

@@ -116,9 +116,11 @@ class MessageWork(AnyMessageWork):
         self._site = site
         self.started = time.monotonic()
         self.outcome: tuple[int, int, int, int] | None = None
+        self.kept_in: dict[int, MessageWork] = {}  # while the core uses its tensor
 
     def settle(self, outcome: tuple[int, int, int, int]) -> None:
-        self.outcome, self._group = outcome, None
+        self._over(outcome)
+        self._group = None
         status, peer, got, dtype = outcome
         if status == STATUS_SIZE:
             self._error = self.misfit(peer, got, dtype, self.buffer)
@@ -143,12 +145,17 @@ class MessageWork(AnyMessageWork):
         assert self._error is not None
         return self._error
 
+    def _over(self, outcome: tuple[int, int, int, int]) -> None:
+        self.outcome = outcome
+        self.kept_in.pop(id(self), None)
+
     def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
         """The end of a wait of ``given_ns``. After a time-out that withdrew the message the group stays usable."""
         if outcome[0] != Status.TIMEOUT or self._state.handle.report()["status"]:
             self.settle(outcome)
             return
-        self.outcome, peer = outcome, self.message.peer
+        self._over(outcome)
+        peer = self.message.peer
         awaited = [] if peer == ANY_SOURCE else [peer]
         self._error = self._late(given_ns / 1e9, awaited, format_standoff(self._state, peer))
 
@@ -173,7 +180,7 @@ class MessageWork(AnyMessageWork):
         """A receive that is held is over: its message came another way, or it was given up. False: it is not held."""
         filled = native.p2p_fill(self.op, status)
         if filled:
-            self.outcome = (Status.TIMEOUT, ANY_SOURCE, 0, 0)
+            self._over((Status.TIMEOUT, ANY_SOURCE, 0, 0))
         return filled
 
     @property
@@ -261,7 +268,7 @@ class LocalMessages(Messages):
 
     def __init__(self, state: GroupState):
         super().__init__(state)
-        self._in_flight: list[MessageWork] = []
+        self._in_flight: dict[int, MessageWork] = {}
         self._sweep_at = 16  # so many in flight
         self._keep_lock = threading.Lock()
 
@@ -283,17 +290,18 @@ class LocalMessages(Messages):
                 buffer.written,
             )
         except OSError as error:
-            self._in_flight.remove(work)
+            self._in_flight.pop(id(work), None)
             raise errors.no_thread("messages that nobody waits for", error) from None
         return work
 
     def _keep(self, work: MessageWork) -> None:
-        self._in_flight.append(work)
+        work.kept_in = self._in_flight
+        self._in_flight[id(work)] = work
         if len(self._in_flight) < self._sweep_at or not self._keep_lock.acquire(blocking=False):
             return  # or somebody is already looking; perhaps this very thread, interrupted by a signal handler
         try:
-            before = list(self._in_flight)
-            self._in_flight[: len(before)] = [w for w in before if not w.is_completed()]
+            for earlier in list(self._in_flight.values()):
+                earlier.is_completed()
             self._sweep_at = 2 * len(self._in_flight) + 16  # so that a new one does not cost a look at all in flight
         finally:
             self._keep_lock.release()

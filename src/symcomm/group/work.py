@@ -128,7 +128,7 @@ class Work(native.Request, Outcome):
         self._copy_out(status)
         if self.callbacks:  # no more of them come
             with self._lock:
-                callbacks, self.callbacks = self.callbacks, None
+                callbacks, self.callbacks = self.callbacks or (), None
             for callback in callbacks:
                 callback()
 

@@ -74,7 +74,7 @@ static int traverse(PyObject *self, visitproc visit, void *arg) {
 static void let_go(struct request_object *o) {
     PyObject *pending = o->pending;
     o->pending = NULL;
-    if (pending) request_drop_ended(pending);
+    if (pending && PyList_Check(pending)) request_drop_ended(pending);
     Py_XDECREF(pending);
     Py_CLEAR(o->kept);
     Py_CLEAR(o->state);
@@ -310,6 +310,7 @@ static PyMemberDef members[] = {
     FIELD("kept", T_OBJECT, kept, "tensors that the core still reads or writes"),
     FIELD("_state", T_OBJECT, state, "of its group, until it has ended"),
     FIELD("_group", T_OBJECT, group, "until it has ended: nobody else may hold the group"),
+    FIELD("pending", T_OBJECT, pending, "the list that keeps it until it has ended, or None"),
     FIELD("settled", T_BOOL, settled, "whether its end was seen"),
     FIELD("is_plain", T_BOOL, is_plain, "whether its end needs no Python, unless it failed"),
     {NULL, 0, 0, 0, NULL},

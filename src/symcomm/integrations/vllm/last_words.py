@@ -14,6 +14,7 @@ from symcomm.undo import replace
 
 VARIABLE = "SYMCOMM_VLLM_LAST_WORDS"
 PATIENCE = 0.5  # seconds; who found it out may be slower than who tells that something happened
+MORE = 0.1  # seconds for somebody who knows better than who has told
 MOST = 2000
 RECENT = 30.0  # seconds; what is older was said about an engine that this process had before
 
@@ -51,7 +52,8 @@ def heard(patience: float = PATIENCE) -> str:
             if float(when) > time.monotonic() - RECENT:
                 if sure == "1":
                     return said
-                unsure = unsure or said
+                if not unsure:
+                    unsure, end = said, min(end, time.monotonic() + MORE)
         if time.monotonic() > end:
             break
         time.sleep(0.01)
