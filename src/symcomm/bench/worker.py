@@ -146,16 +146,13 @@ class TorchSide:
             "reduce_scatter": make(getattr(library, self.reduce_scatter), result, source, op),
             "broadcast": make(library.broadcast, result, root),
             "all_gather": make(getattr(library, self.all_gather), result, source),
-            "gather": self.gather(source, result, pieces, root),
+            "gather": make(library.gather, source, pieces, root),
             "scatter": make(library.scatter, result, pieces, root),
             "all_to_all": make(library.all_to_all_single, result, source),
             "p2p": ping_pong(self.rank, make(library.send, source), make(library.recv, result)),
             "barrier": self.barrier,
         }
         return calls[case.collective]
-
-    def gather(self, source: Any, result: Any, pieces: list[Any] | None, root: int) -> Callable[..., Any]:
-        return functools.partial(self.library.gather, source, pieces, root)
 
 
 def after_copy(copy: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,15 +208,17 @@ class SymcommSide(TorchSide):
         return self.group.new_window(memory), memory
 
     def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list[Any] | None) -> Callable[..., Any]:
-        make, group = functools.partial, self.group
-        if case.kind == "async" and case.collective == "p2p":
+        """gather and scatter have one buffer at the root, as MPI's."""
+        make, group, name = functools.partial, self.group, case.collective
+        if case.kind == "async" and name == "p2p":
             return ping_pong(self.rank, waited(make(group.isend, source)), waited(make(group.irecv, result)))
-        call = super().bind(case, source, result, pieces)
+        if name == "gather":
+            call: Callable[..., Any] = make(group.gather_single, result if pieces else None, source, case.root)
+        elif name == "scatter":
+            call = make(group.scatter_single, result, source if pieces else None, case.root)
+        else:
+            call = super().bind(case, source, result, pieces)
         return waited(make(call, async_op=True)) if case.kind == "async" else call
-
-    def gather(self, source: Any, result: Any, pieces: list[Any] | None, root: int) -> Callable[..., Any]:
-        """Into one buffer, as MPI's."""
-        return functools.partial(self.group.gather_single, result if pieces else None, source, root)
 
     def ways(self) -> dict[str, int]:
         counts = self.group.call_stats().values()
