@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,27 @@ def joined(backend: str) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     dist.destroy_process_group()
+
+
+class Outcomes:
+    """A plugin of pytest that counts them."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome == "skipped":
+            self.counts[report.outcome] += 1
+
+
+def tested(name: str, *words: str) -> Part:
+    """What pytest, called with these words, found."""
+    import pytest
+
+    outcomes, begun = Outcomes(), time.perf_counter()
+    pytest.main(["-q", "-p", "no:cacheprovider", "--timeout", "200", "--tb", "line", *words], [outcomes])
+    said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.counts.items()))
+    return Part(name, seconds=time.perf_counter() - begun, said=said)
 
 
 def numbers(*tensors: Any) -> list[float]:

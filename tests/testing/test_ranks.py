@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -115,7 +117,25 @@ def test_a_failure_shows_the_ranks_own_traceback(mode):
     assert [end.kind for end in failed.value.ends] == ["returned", "raised", "returned"]
     text = str(failed.value)
     assert text.startswith("rank 1 raised:\nTraceback") and "\nAssertionError: wrong here" in text
-    assert f'File "{HERE}", line' in text and "in one_is_wrong" in text
+    assert f'File "{HERE}", line' in text and "in one_is_wrong" in text and "running.py" not in text
+
+
+FAILING = """
+from symcomm import testing
+
+@testing.ranks(2, mode="MODE")
+def test_it(group):
+    assert group.rank == 0, "not here"
+"""
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_pytest_shows_the_ranks_tracebacks_and_nothing_of_the_kit(mode, tmp_path):
+    (tmp_path / "test_it.py").write_text(FAILING.replace("MODE", mode))
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "test_it.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "rank 1 raised:" in done.stdout and "not here" in done.stdout, done.stdout
+    assert "running.py" not in done.stdout and "decorator.py" not in done.stdout and "tracebackhide" not in done.stdout
 
 
 def one_never_comes(group):

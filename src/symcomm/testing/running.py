@@ -94,6 +94,7 @@ def run(
     ``on_error(rank, error)`` is called in the rank that raised.
 
     Raises: RanksFailed; Skip; BadArgumentError."""
+    __tracebackhide__ = True  # by pytest: what went wrong is in the ranks' own tracebacks
     if mode not in MODES:
         raise errors.bad_choice("symcomm.testing", "mode", mode, MODES)
     if backend not in BACKENDS:
@@ -132,7 +133,8 @@ def _perform(setting: _Setting, rank: int, group: Any, happens: Callable[[Fault]
             return End(rank, "returned", repr(error), calls=calls())
         if setting.on_error is not None:
             setting.on_error(rank, error)
-        return End(rank, "raised", text=traceback.format_exc(), calls=calls())
+        shown = error.__traceback__ and error.__traceback__.tb_next  # from the test on
+        return End(rank, "raised", text="".join(traceback.format_exception(type(error), error, shown)), calls=calls())
     return End(rank, "returned", calls=calls())
 
 
