@@ -148,7 +148,7 @@ def _refused(g: ProcessGroup) -> None:
             g.run_plan("mine", *make(g, torch.ones(4)))
         assert "\n" not in str(caught.value) and str(caught.value).endswith("."), which
         g.barrier()
-    with pytest.raises(errors.WrongTypeError, match="run_plan: name must be what errors are to call it, got 3"):
+    with pytest.raises(errors.WrongTypeError, match="run_plan: name must be a non-empty str, which errors name, got 3"):
         g.run_plan(3, _copy(g))  # type: ignore[arg-type]
     out = torch.zeros(4)
     g.run_plan("mine", _copy(g), torch.ones(4), out)

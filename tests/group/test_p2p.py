@@ -312,7 +312,7 @@ def test_a_large_send_that_nobody_takes_ends_the_group():
     """Half of it is in the ring, so what would come next could not be read."""
     outcomes = run_group(_send_that_nobody_takes, 2)
     assert [type(o.error) for o in outcomes] == [errors.DeadlineError] * 2, "\n".join(map(str, outcomes))
-    story = "rank 0 gave up a message to rank 1 of which a part was on its way"
+    story = "rank 0 gave up a message to rank 1 of which it had sent a part"
     assert str(outcomes[0].error).startswith(f"send to rank 1, tag 0, on group 'world' failed: {story}")
     assert str(outcomes[1].error).startswith(f"barrier #1 on group 'world' failed: {story}")
 

@@ -218,7 +218,7 @@ WRONG = [
     (lambda x: ([x], 4), "inputs must be as many as this rank has shards, 2, got 1"),
     (lambda x: (iter([x]), 4), "inputs must be as many as this rank has shards, 2, got 1"),
     (lambda x: (iter([x, x, x]), 4), "inputs must be as many as this rank has shards, 2, got 'more than 2'"),
-    (lambda x: (x, 4), "inputs must be a list of tensors, or what makes them one by one, got"),
+    (lambda x: (x, 4), "inputs must be a list or an iterator of tensors, got"),
     (lambda x: ([x, x[:2]], 4), "inputs[1] must be float32 x 4, as output says, got 'float32 x 2'"),
     (lambda x: ([x, x.double()], 4), "inputs[1] must be float32 x 4, as output says, got 'float64 x 4'"),
     (lambda x: ([x, x], 6), "shards must be 2 (the group's ranks) times a power of two, got 6"),

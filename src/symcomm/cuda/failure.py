@@ -207,7 +207,7 @@ class CudaFailures:
         if report["status"] == Status.TIMEOUT:
             return errors.DeadlineError(
                 f"{what} failed on rank {core.rank}: rank {origin}'s deadline passed while it waited for rank {culprit}"
-                "; what was under way holds no result. Look at what that rank does, or give a longer timeout.",
+                "; operations under way hold no result. Look at what that rank does, or give a longer timeout.",
                 [culprit],
             )
         return words.no_result(f"{what} ended on rank {core.rank}, since the group failed on rank {origin}")
@@ -276,7 +276,7 @@ class CudaFailures:
     def _late(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
         what, where = self._what(core, item)
         story = f"{what} timed out {where}: the GPU work of rank {format_ranks(ranks)} did not come so far"
-        return words.too_late(story, "those ranks run on their GPU", ranks)
+        return words.too_late(story, "what those ranks run on their GPU", ranks)
 
 
 def explain_cuda_errors(method: Callable[..., Result]) -> Callable[..., Result]:

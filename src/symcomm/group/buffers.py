@@ -1,7 +1,7 @@
-"""Any tensor -> where its bytes are, how many elements, of which dtype.
+"""Turns any tensor into a Buffer: an address, a number of elements and a dtype.
 
-torch tensors and NumPy arrays are taken as they are; anything else that speaks DLPack (JAX, CuPy on the host) is viewed
-without a copy. What is not contiguous is copied once, and results are copied back.
+torch tensors and NumPy arrays are used as they are. Other objects that speak DLPack (JAX, CuPy on the host) are viewed
+without a copy. A tensor that is not contiguous is copied once, and a result is copied back into it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = tuple(DType)
 
 
 def torch_dtypes() -> dict[Any, DType]:
-    """torch's dtype objects -> ours; empty until torch is loaded by somebody."""
+    """torch's dtype objects -> ours; empty while torch is not loaded."""
     torch = sys.modules.get("torch")
     if not _torch_dtypes and torch is not None:
         if (api := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:
@@ -37,7 +37,7 @@ def torch_dtypes() -> dict[Any, DType]:
             native.use_autograd(*autograd, asks_requires_grad(torch))
             native.use_tensors(kinds, api, tensor_layout(torch))
         found = {getattr(torch, dtype.label): dtype for dtype in DType if hasattr(torch, dtype.label)}
-        _torch_dtypes.update(found)  # last: another thread may look
+        _torch_dtypes.update(found)  # last: another thread may be reading it
     return _torch_dtypes
 
 
@@ -51,8 +51,8 @@ class Buffer:
         self.count = count
         self.dtype = dtype
         self.owner = owner  # keeps the bytes alive
-        self.target = target  # where the result belongs, when owner is only a stand-in
-        self.original = original  # what owner is a copy of
+        self.target = target  # the tensor that finish() copies the result to, where owner is a temporary copy
+        self.original = original  # the tensor that owner is a copy of
 
     @property
     def nbytes(self) -> int:
@@ -60,11 +60,11 @@ class Buffer:
 
     @property
     def written(self) -> Any:
-        """The caller's tensor, or one that shares its version with it, where this is an output."""
+        """Of an output: the caller's tensor, or one that shares its version counter."""
         return self.owner if self.target is None else self.target
 
     def extent(self) -> tuple[int, int]:
-        """Addresses between which the caller's own tensor lies."""
+        """The first address of the caller's own tensor, and the one after its last."""
         tensor = self.original
         if isinstance(tensor, Buffer):
             return tensor.extent()
@@ -88,7 +88,7 @@ class Buffer:
         return copy
 
     def refresh(self) -> None:
-        """Copy once more: the original has changed since."""
+        """Copy again, since the original has changed."""
         if isinstance(self.original, Buffer):
             ctypes.memmove(self.address, self.original.address, self.nbytes)
         elif self.original is not None:
@@ -106,29 +106,29 @@ def _assign(target: Any, source: Any) -> None:
     if hasattr(target, "copy_"):
         torch = sys.modules["torch"]
         target, source = _fold(target, source)
-        # In inference mode's own tensors nobody else may write, and this may be another thread.
+        # Inference tensors can be written in inference mode only, and this thread may not be in it.
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(source)
     else:
         target[...] = source
 
 
-# The calls of which torch's own backends take outputs whose elements share memory.
+# Calls that take outputs whose elements share memory (expanded tensors), as torch's own backends do.
 TAKES_EXPANDED = ("all_reduce", "reduce", "broadcast", "scatter", "scatter_single", "all_to_all_single")
 
 
 def _shared_dimensions(tensor: Any) -> list[int]:
-    """Along which all elements are one, as expand() makes them."""
+    """The dimensions along which all elements share memory, as expand() makes them."""
     return [d for d, (step, n) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)) if step == 0 and n > 1]
 
 
 def _fold(target: Any, result: Any) -> tuple[Any, Any]:
-    """Both without the dimensions along which ``target`` has one element: ``result`` has to have one value there."""
+    """Drop the dimensions along which ``target`` shares memory from both; ``result`` must be constant along them."""
     for d in _shared_dimensions(target):
         first = result.narrow(d, 0, 1)
         if not sys.modules["torch"].equal(first.expand_as(result), result):
             raise errors.BadArgumentError(
-                "the result differs between elements of an expanded output, which are one in memory; pass a .clone()."
+                "the result differs between elements of an expanded output that share memory; pass a .clone()."
             )
         target, result = target.narrow(d, 0, 1), first
     return target, result
@@ -139,7 +139,7 @@ def _is_torch(tensor: Any) -> bool:
     return torch is not None and isinstance(tensor, torch.Tensor)
 
 
-# What to do with a tensor that is not on the CPU, by the type of its device.
+# What a caller can do with a tensor that is not on the CPU, by the type of its device.
 _ELSEWHERE = {
     "cuda": "CUDA tensors go through symcomm.cuda.group.device_group(group, device), or torch.distributed on 'symcomm'",
     "meta": "it has no values; make one on the CPU",
@@ -147,7 +147,7 @@ _ELSEWHERE = {
 
 
 def arrived(tensor: Any) -> Any:
-    """What torch's functional collectives return stands for a tensor that may be on its way: wait, and take that."""
+    """``tensor``, or the one that a result of torch's functional collectives stands for, once it is there."""
     return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
@@ -164,7 +164,7 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
 
 
 def dense_view(kind: type[View], call: str, name: str, tensor: Any, write: bool) -> View:
-    """A dense tensor of torch's, or a copy where it is not contiguous."""
+    """A view of a dense torch tensor, or of a copy where the tensor is not contiguous."""
     dtype = torch_dtypes().get(tensor.dtype)
     if dtype is None:
         refuse = errors.unsupported if tensor.is_quantized else errors.bad_argument
@@ -181,11 +181,11 @@ def dense_view(kind: type[View], call: str, name: str, tensor: Any, write: bool)
 
 
 def _with_memory(call: str, name: str, tensor: Any, write: bool) -> Any:
-    """``tensor``, if it has memory of its own to look at. Zeros that are only promised are made real for reading."""
+    """``tensor``, if it has memory of its own. A ZeroTensor, which has none, becomes real zeros if it is only read."""
     if not write and tensor._is_zerotensor():
         return tensor.clone()
     try:
-        if tensor.numel() == 0 or tensor.untyped_storage().data_ptr():  # storage that was given away starts at 0
+        if tensor.numel() == 0 or tensor.untyped_storage().data_ptr():  # freed storage has address 0
             return tensor
     except RuntimeError:  # torch.func's wrappers: vmap, grad
         pass
@@ -221,7 +221,7 @@ def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
         return Buffer(seen[0], seen[1], _DTYPES[seen[2]], tensor)
     if _is_torch(tensor):
         return _from_torch(call, name, tensor, write)
-    if hasattr(tensor, "__array_interface__") and hasattr(tensor, "ctypes"):  # NumPy's numbers have no memory to show
+    if hasattr(tensor, "__array_interface__") and hasattr(tensor, "ctypes"):  # NumPy's scalars lack the latter
         return _from_numpy(call, name, tensor, write)
     if isinstance(getattr(tensor, "buffer", None), Buffer):
         return tensor.buffer
@@ -235,10 +235,10 @@ def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
 
 
 def overwrite(call: str, name: str, tensor: Any) -> errors.OutputRefusedError | None:
-    """Have autograd take what a call is about to write into ``tensor`` for an in-place copy from somewhere else.
+    """Tell autograd that a call is about to overwrite ``tensor``, as an in-place copy would.
 
-    It refuses leaves that require grad, and views of them, and from here on what was computed before gets no gradient
-    from this tensor. torch's Gloo does the same in the calls that copy their results out."""
+    Autograd refuses leaves that require grad, and views of them: this returns that error. From then on what was
+    computed before gets no gradient through the tensor. torch's Gloo does the same where it copies results out."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad or not torch.is_grad_enabled():
         return None
@@ -252,14 +252,14 @@ def overwrite(call: str, name: str, tensor: Any) -> errors.OutputRefusedError | 
 
 
 def overwrite_all(call: str, name: str, tensors: Sequence[Any]) -> errors.OutputRefusedError | None:
-    """The same of several: the first that is refused. ``name`` is that of the list, or of the only one."""
+    """``overwrite`` each; returns the first refusal. ``name``: the argument, a list (``...s``) or a single tensor."""
     names = (f"{name}[{i}]" if name.endswith("s") else name for i in range(len(tensors)))
     return next(filter(None, map(partial(overwrite, call), names, tensors)), None)
 
 
 def in_turn(calls: Iterable[Callable[[], Any]]) -> Any:
-    """What the last of these calls gives. All are made, since the other ranks make them all; then it is said where
-    autograd did not let an output be written."""
+    """Make all of these calls, as the other ranks do; returns the last result. If autograd refused an output, that is
+    raised only afterwards."""
     last = refusal = None
     for call in calls:
         try:
@@ -272,12 +272,12 @@ def in_turn(calls: Iterable[Callable[[], Any]]) -> Any:
 
 
 def read_buffer(call: str, name: str, tensor: Any) -> Buffer:
-    """A tensor that is only read."""
+    """A view of a tensor that is only read."""
     return _view(call, name, tensor, write=False)
 
 
 def write_buffer(call: str, name: str, tensor: Any) -> Buffer:
-    """A tensor that is written; call ``finish()`` once the bytes are there."""
+    """A view of a tensor that is written; call ``finish()`` once the bytes are there."""
     return _view(call, name, tensor, write=True)
 
 

@@ -1,7 +1,7 @@
-"""From which sizes on ranks read each other's ordinary tensors by system call: what ``symcomm bench attach`` found.
+"""The sizes from which ranks read each other's ordinary tensors by system call, as ``symcomm bench attach`` found them.
 
-It is kept in the user's cache directory, which machines may share: figures are told apart by CPU and kernel. A group's
-first rank reads them for all, so that all choose alike.
+They are kept in the user's cache directory. Machines may share it, so each figure names its CPU and kernel. A group's
+first rank reads the figures for all ranks, so that all choose alike.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def machine_name() -> str:
 
 
 def load() -> Known:
-    """This machine's figures. A file that cannot be read, or that says something else, is none."""
+    """This machine's figures; empty where the file is missing or malformed."""
     try:
         return _known(json.loads(cache_file().read_text()))
     except (OSError, ValueError, RecursionError):
@@ -60,7 +60,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def save(where: str, sizes: Sizes) -> Path:
-    """Keep one figure, and those of other machines, one of which may be doing the same."""
+    """Add one figure to the file. Other machines may be doing the same; theirs are kept."""
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
@@ -78,7 +78,7 @@ def save(where: str, sizes: Sizes) -> Path:
 
 
 def tuned(limits: Limits, is_crowded: bool, known: Known) -> Limits:
-    """For this many ranks on this many cores, with the machine's own figures where there are some."""
+    """``limits`` for a machine that is crowded or not, with the machine's own figures where there are some."""
     limits = limits.crowded() if is_crowded else limits
     sizes = known.get(CROWDED if is_crowded else ROOMY)
     if not sizes:

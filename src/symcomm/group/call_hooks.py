@@ -135,7 +135,7 @@ class CallHooks:
 
 
 def _concerns_one_rank(call: Call) -> bool:
-    """Whether it is no operation that all ranks count: a message."""
+    """Whether the call is none of the operations that all ranks number: a message, or made of messages."""
     return call.name in (HookOpName.SEND, HookOpName.RECV) or call.method in ("batch", "monitored_barrier")
 
 
@@ -145,7 +145,7 @@ def _check_id(call: str, hook_id: Any) -> None:
 
 
 def _messages(call: Call) -> list[tuple[HookOpName, int, list[Any], list[Any]]]:
-    """A batch shows as its messages."""
+    """The messages of a batch: hooks see each of them."""
     return [
         (HookOpName.SEND, m.peer, [m.tensor], []) if m.is_send else (HookOpName.RECV, m.peer, [], [m.tensor])
         for m in call.arguments.get("messages", ())
@@ -188,7 +188,7 @@ GROUP_CALLS = _GroupCalls()
 
 
 class HookMethods:
-    """Mixed into every kind of group: its methods that register hooks with ``call_hooks``."""
+    """The methods of every kind of group that register hooks with its ``call_hooks``."""
 
     supports_abort_hooks: Any = True  # or a property
     supports_completion_hooks: Any = True

@@ -1,4 +1,4 @@
-"""What hooks call the operations of a group: the names that PyTorch 2.15 has for them."""
+"""The names by which hooks know the operations of a group: those of PyTorch 2.15."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Chains: a call together with everything that goes on in callbacks of the works it started.
+"""Chains: a call together with everything that happens in callbacks of the works it started.
 
-A thread that runs inside a chain hands it on: callbacks that it adds to works belong to the chain, wherever they run.
-So whoever opened the chain can tell whether anything of it may still start operations.
+When a thread inside a chain adds a callback to a work, the callback belongs to the chain, wherever it runs. So the code
+that opened the chain can tell whether any part of it may still start operations.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _thread = threading.local()
 
 
 def current_chain() -> Chain | None:
-    """The chain that this thread is working for."""
+    """The chain that this thread runs in."""
     return getattr(_thread, "chain", None)
 
 
 class Chain:
-    """``is_quiet()`` once nobody runs inside it, and no callback of it is still to come."""
+    """``is_quiet()`` once no thread runs inside it and none of its callbacks is still to come."""
 
     def __init__(self) -> None:
         self._change = threading.Condition(threading.Lock())
@@ -45,7 +45,7 @@ class Chain:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """This thread works for the chain meanwhile."""
+        """Run the block inside the chain."""
         before = current_chain()
         self.hold()
         _thread.chain = self

@@ -1,6 +1,7 @@
-"""Plans of callers' own (``ProcessGroup.run_plan``): checked against the group and the tensors before anybody meets.
+"""Plans that callers wrote (``ProcessGroup.run_plan``), checked against the group and the tensors before ranks meet.
 
-What ranks compare when they arrive also holds the plan's name, so that it meets neither another plan nor a collective.
+The signature that ranks compare when they arrive includes the plan's name, so a plan never runs against another plan or
+a collective.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class CustomCall:
     """One call of run_plan."""
 
     def __init__(self, ranks: tuple[int, int], most: int, name: str, plan: Plan, inputs: Any, outputs: Any):
-        """``ranks``: this one, and how many there are; ``most``: bytes that a plan may stage."""
+        """``ranks``: (rank, size); ``most``: the bytes that a plan may stage."""
         if not isinstance(name, str) or not name:
-            raise errors.wrong_type("run_plan", "name", name, "what errors are to call it")
+            raise errors.wrong_type("run_plan", "name", name, "a non-empty str, which errors name")
         if not isinstance(plan, Plan):
             raise errors.wrong_type(name, "plan", type(plan).__name__, "a symcomm.collectives.Plan")
         self._rank, self._size = ranks
@@ -39,10 +40,12 @@ class CustomCall:
         self.key = (name, id(plan), self._sizes)
 
     def load(self, load_plan: Callable[[Plan], Any]) -> tuple[tuple[Plan, Reach], Any]:
-        """The plan, which keeps its id, with what it uses of tensors; and as the core runs it."""
+        """((the plan, how many bytes of tensors it uses), the plan as the core runs it).
+
+        The plan is kept because ``key`` holds its id."""
         plan = self._plan
         try:
-            # What peers read is the first input, whose size ranks compare.
+            # Peers read the first input only, and ranks compare its size.
             ready = dataclasses.replace(
                 plan, collective=Collective.CUSTOM, count=self._count(), piece_bytes=0, apart=False
             )
@@ -66,7 +69,7 @@ class CustomCall:
         return custom_count(agreed, plan.count, told)
 
     def check_tensors(self, checked: tuple[Plan, Reach]) -> None:
-        """They must be of the plan's dtype, and as many and as large as it uses."""
+        """Refuse tensors of another dtype than the plan's, and fewer or smaller ones than it uses."""
         plan, reach = checked
         named: dict[str, list[Buffer]] = {"inputs": self.inputs, "outputs": self.outputs}
         for name, buffers in named.items():
@@ -90,12 +93,12 @@ class CustomCall:
 
 
 def _listed(tensors: Any) -> list[Any]:
-    """One tensor, or several."""
+    """One tensor, or several, as a list."""
     return [tensors] if hasattr(tensors, "shape") else list(tensors)
 
 
 def _moves(plan: Plan) -> Iterator[tuple[Copy | Reduce, int]]:
-    """Steps that move bytes, each with the number of its turns."""
+    """The steps that move bytes, each with its number of turns."""
     for step in (*plan.head, *plan.staged, *(plan.direct or ())):
         turns, body = (step.turns, step.body) if isinstance(step, Loop) else (1, (step,))
         yield from ((inner, turns) for inner in body if isinstance(inner, (Copy, Reduce)) and turns)

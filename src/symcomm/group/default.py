@@ -27,13 +27,13 @@ from symcomm.store.handshake import Exchange, decline, handshake
 from symcomm.store.lease import Lease
 from symcomm.store.standing import MEMBER, WAITING, tell_launcher
 
-JOIN = "SYMCOMM_JOIN"  # set by the launcher in newcomers: the attempt at which those that run were started
+JOIN = "SYMCOMM_JOIN"  # set by the launcher in newcomers: the attempt in which the running ranks were started
 RENDEZVOUS_SECONDS = 300.0  # the most that ranks wait for each other, unless the group's time-out is shorter
 PREFIX = "symcomm/init"  # of keys in the store where ranks meet
 LOOK = 0.05  # seconds between two tries
-PORT_SECONDS = 2.0  # a port that no store has is waited for so long
-TELLING = 5.0  # seconds for a rank that cannot come to find the store after all
-TELLING_TAKES = 8  # descriptors
+PORT_SECONDS = 2.0  # how long to retry a port that is in use, but not by a store
+TELLING = 5.0  # seconds in which a rank that cannot take part may find the store, to say so there
+TELLING_TAKES = 8  # descriptors that this takes
 _process_group: ProcessGroup | None = None
 _thread = threading.local()
 
@@ -54,8 +54,8 @@ def init(
     the meeting place that ``init_method`` names. ``engine`` ("gloo", "mpi", "nccl") carries data where ranks are on
     several hosts; without it, or SYMCOMM_ENGINE, one that all of them have is chosen.
 
-    With ``enable_reconfigure`` nobody is waited for: the group is a ReconfigurableGroup, and has no members until its
-    first ``reconfigure``.
+    With ``enable_reconfigure`` the call waits for no other rank: the group is a ReconfigurableGroup, which has no
+    members until its first ``reconfigure``.
 
     Raises: RendezvousError, BadArgumentError, RankFailedError, DeadlineError, StoreConnectionError, StoreAuthError,
     GroupUnusableError, ResourceError.
@@ -116,10 +116,10 @@ def join_ranks(
 
 
 def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float, make: Callable[..., Any]) -> Any:
-    """Like join_ranks, in a store that this finds or serves, and that ends with the group.
+    """Like join_ranks, in a store that this function finds or serves. The store ends with the group.
 
-    A rank that leaves one group and comes to the next before the others may find the server of the one that ends:
-    when that goes away it looks again."""
+    A rank that is early for the next group may find the store of the group that ends. When that store goes away, the
+    rank looks again."""
     start, lease = time.monotonic(), None
     end = start + seconds
     tell = tell_launcher if init_method.startswith("env://") else _tell_nobody
@@ -145,7 +145,7 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
 
 
 def _find(init_method: str, rank: int, world_size: int, seconds: float) -> Any:
-    """Where the ranks meet. A rank that has no descriptors for that exceeds its soft limit to tell the others."""
+    """The place where the ranks meet. A rank that is out of descriptors raises its soft limit, to tell the others."""
 
     def find(seconds: float) -> Any:
         with naming_shortages("init"):
@@ -178,11 +178,11 @@ def is_newcomer() -> bool:
 
 
 def join(store: Any = None, name: str = "world", timeout: float | timedelta = 300.0) -> ProcessGroup:
-    """Join ranks that already run: comes in when they call ``group.grow()``, and makes the default group.
+    """Join ranks that already run, when they call ``group.grow()``, and make the new group the default one.
 
-    Under ``symcomm run`` it takes no arguments; else ``store`` is the one that they met in.
+    Under ``symcomm run`` it takes no arguments; elsewhere ``store`` is the one in which those ranks met.
 
-    Raises: GroupUnusableError when they have ended the job, DeadlineError when nobody let this process in for
+    Raises: GroupUnusableError when they have ended the job, DeadlineError when they have not let this process in for
     ``timeout`` seconds, RendezvousError, StoreConnectionError."""
     from symcomm.group.grow import join_through
 
@@ -192,13 +192,13 @@ def join(store: Any = None, name: str = "world", timeout: float | timedelta = 30
     if store is None:
         from symcomm.store.bootstrap import rendezvous
 
-        # the ranks that run began at that attempt, and their keys are marked with it
+        # the keys of the running ranks carry the attempt in which they started
         environ = {**os.environ, "TORCHELASTIC_RESTART_COUNT": os.environ.get(JOIN, "0")}
         meeting = rendezvous(timeout=min(to_ns("join", timeout) / 1e9, 300.0), environ=environ)
         store, rank, tell = meeting.store, meeting.rank, tell_launcher
     tell(store, WAITING)
     group = join_through(store, name, timeout, rank)
-    tell(store, MEMBER)  # before anybody hands it a state, which an unknown member would take with it
+    tell(store, MEMBER)  # before it is handed a state: as its only holder it must not count as a newcomer
     set_default(group)
     return group
 

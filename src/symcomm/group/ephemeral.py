@@ -1,4 +1,4 @@
-"""More time for the next operations, once: for a step that is known to take long, such as a first one."""
+"""Ephemeral time-outs: more time for one step that is known to take long, such as the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from symcomm.group.state import GroupState
 
 
 class Extension:
-    """So much more for a group's operations, until the first that is called from now on has ended."""
+    """Lengthens a group's time-out until the first operation that is called from now on has ended."""
 
     def __init__(self, state: GroupState, interception: Interception, nanoseconds: int):
         self._state, self._interception, self._nanoseconds = state, interception, nanoseconds
@@ -40,7 +40,7 @@ class Extension:
 
 
 def _when_ended(work: Any, act: Callable[[], None]) -> None:
-    """``work``: what a call returned; nothing, where it blocked."""
+    """``act()`` once a call has ended. ``work``: what it returned; None if it blocked."""
     if hasattr(work, "add_done_callback"):
         work.add_done_callback(act)
     elif hasattr(work, "is_completed") and not work.is_completed():

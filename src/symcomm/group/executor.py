@@ -1,7 +1,8 @@
-"""What runs the requests of a group. LocalExecutor does where ranks share memory: a request becomes a plan, from the
-cache or from ``collectives``, which the core runs, at once or in the group's own thread.
+"""Executors run the requests of a group.
 
-Those across hosts (symcomm.hierarchical) and on GPUs (symcomm.cuda) are siblings."""
+LocalExecutor serves ranks that share memory. It finds the plan of a request in its cache or has ``collectives`` make
+it, and the core runs the plan, at once or in the group's own thread. The executors across hosts (symcomm.hierarchical)
+and on GPUs (symcomm.cuda) are its siblings."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from symcomm.types import DType
 MOST_PLANS = 4096  # kept by a group; a program that needs more makes them anew
 FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
 
-Buffers = tuple[Sequence[Buffer], Sequence[Buffer]]  # read, and written
+Buffers = tuple[Sequence[Buffer], Sequence[Buffer]]  # inputs, and outputs
 
 
 class Executor(ABC):
@@ -38,11 +39,11 @@ class Executor(ABC):
 
     @abstractmethod
     def execute(self, request: Request, async_op: Any, timeout: Timeout) -> Any:
-        """Run what was asked for; with ``async_op``, while the caller goes on."""
+        """Run the request; with ``async_op``, while the caller goes on."""
 
     def queue_seen(self, call: str, number: int, detail: Any, source: Any, target: Any) -> Any:
-        """Queue a call of a kind that ran before, without checking it in Python: its work, or None where it has to be
-        checked. ``detail``: as the dispatch cache knows the call, or an options object of torch's."""
+        """Queue a call of a kind that ran before, without checking it in Python. Returns its work, or None where it
+        has to be checked. ``detail``: as the dispatch cache knows the call, or an options object of torch's."""
         return None
 
     @abstractmethod
@@ -53,15 +54,15 @@ class Executor(ABC):
     def all_gather_array(
         self, call: str, mine: array.array[Any], dtype: DType, timeout: Timeout, sizes: tuple[int, ...] | None = None
     ) -> array.array[Any]:
-        """Everybody's array in host memory, one after the other; ``sizes``: their lengths, where they differ."""
+        """All ranks' arrays in host memory, one after the other. ``sizes``: their lengths, where they differ."""
 
     def agree(self, async_op: bool, timeout: Timeout, splits: Splits) -> Any:
-        """Everybody's elements to each rank; ``splits`` itself where the call that asks for them need not wait."""
+        """The elements from each rank to each; ``splits`` itself if the call does not wait for the others' answers."""
         return splits.agreed(self.all_gather_array(splits.call, splits.mine, DType.INT64, timeout))
 
 
 class HostExecutor(Executor):
-    """On tensors in host memory, whatever connects the ranks. It keeps plans, and works that are under way."""
+    """Runs requests on tensors in host memory, whatever connects the ranks. Keeps plans, and works under way."""
 
     def __init__(self, state: GroupState):
         self.state = state
@@ -87,7 +88,7 @@ class HostExecutor(Executor):
         return everyone
 
     def kept_plan(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make()`` returned for this key; plans are kept for the life of the group."""
+        """The plan that ``make()`` returned for this key; plans are kept for the life of the group."""
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) > MOST_PLANS:
@@ -96,13 +97,14 @@ class HostExecutor(Executor):
         return plan
 
     def keep(self, work: Work) -> None:
-        """Before it is submitted: the core uses its tensors whether or not the caller keeps or ever gets ``work``."""
+        """Hold ``work`` until it has ended; called before it is submitted. The core uses its tensors whether or not the
+        caller keeps the work, or ever gets it."""
         pending = work.pending = self.pending
         pending.append(work)
         if not self._keep_lock.acquire(blocking=False):
-            return  # somebody looks already; it may be this very thread, which a signal handler interrupted
+            return  # another thread does the rest, or this very one, which a signal handler interrupted
         try:
-            # They end in order. One with callbacks is left to the watcher: those never run in a caller's thread.
+            # Works end in order. One with callbacks is left to the watcher: callbacks never run in a caller's thread.
             native.drop_ended(pending)
             while (first := next(iter(pending), work)) is not work and not first.callbacks and first.is_completed():
                 native.drop_ended(pending)
@@ -117,13 +119,13 @@ class HostExecutor(Executor):
 def gather_of(
     call: str, mine: array.array[Any], everyone: array.array[Any], dtype: DType, sizes: tuple[int, ...]
 ) -> Request:
-    """The request that makes ``everyone`` all ranks' arrays."""
+    """The request that gathers all ranks' arrays in ``everyone``."""
     source, out = (Buffer(a.buffer_info()[0], len(a), dtype, a) for a in (mine, everyone))
     return Request("all_gather_single", [source], [out], [], sizes, dtype, call=call)
 
 
 class LocalExecutor(HostExecutor):
-    """``stage``: where this rank's staging area begins in its arena."""
+    """For ranks that share memory. ``stage``: where this rank's staging area begins in its arena."""
 
     def __init__(self, state: GroupState, limits: Limits, stage: int):
         super().__init__(state)
@@ -133,8 +135,8 @@ class LocalExecutor(HostExecutor):
     # --- plans ------------------------------------------------------------------------------------------------
 
     def load_plan(self, plan: Plan) -> Any:
-        """``plan`` as the core runs it. The memory that it stages in is reserved here, so that running out of it is an
-        error at this line. A group that stages nothing has none."""
+        """``plan`` as the core runs it. Its staging memory is reserved here, so that running out of memory is an error
+        at this line. A group that stages nothing reserves none."""
         loaded = native.make_plan(plan.encode())
         self._reserve_stage(native.plan_stage_bytes(loaded))
         return loaded
@@ -151,8 +153,7 @@ class LocalExecutor(HostExecutor):
         self._reserved = max(self._reserved, reach)
 
     def cached_plan(self, build: Callable[..., Plan], *args: Any, shards: int = 0) -> Any:
-        """The loaded plan for these arguments; plans are kept for the life of the group. ``shards``: what ranks compare
-        in the place of a root."""
+        """The loaded plan for these arguments. ``shards``: what ranks compare in the place of a root."""
 
         def load() -> Any:
             plan = build(self.state.rank, self.state.size, *args, limits=self.limits)
@@ -193,8 +194,8 @@ class LocalExecutor(HostExecutor):
         return splits if async_op else super().agree(async_op, timeout, splits)
 
     def _execute_agreed(self, request: Request, splits: Splits, async_op: Any, timeout: Timeout) -> Work:
-        """An asynchronous call of two operations: in the first, ranks tell each other the sizes on which the plan of
-        the second depends. Whoever runs that one makes its plan."""
+        """An asynchronous call of two operations. In the first, ranks tell each other the sizes on which the plan of
+        the second depends. The thread that runs the second makes its plan."""
         state, site = self.state, call_site(2)
         refusal = request.ask_autograd()
         request.keep_apart(state.rank, state.size)
@@ -243,7 +244,7 @@ class LocalExecutor(HostExecutor):
         self, call: str, plan: Any, buffers: Buffers, written: tuple[Any, ...], result: Sequence[Any], async_op: Any,
         timeout: Timeout,
     ) -> Work | None:  # fmt: skip
-        """``buffers``: inputs and outputs; ``written``: tensors that autograd shall know to be written."""
+        """``written``: the tensors that autograd has to know were written."""
         state, (inputs, outputs) = self.state, buffers
         timeout_ns = state.timeout_ns if timeout is None else to_ns(call, timeout)
         if self.pending:
@@ -278,7 +279,7 @@ class LocalExecutor(HostExecutor):
         return work
 
     def _queue(self, work: Work, batch: Any, submit: Callable[[Any, Any], Any]) -> None:
-        """``submit(callback, batch)`` hands the core what ``work`` stands for."""
+        """``submit(callback, batch)`` hands the operation of ``work`` to the core."""
         callback = work.copy_out_in_core if any(b.target is not None for b in work.outputs) else None
         self.keep(work)
         try:
@@ -287,7 +288,7 @@ class LocalExecutor(HostExecutor):
             self.pending.remove(work)
             raise errors.no_thread("asynchronous operations", error) from None
         except BaseException:
-            self.state.handle.abort()  # an interrupt: nobody knows whether it was submitted
+            self.state.handle.abort()  # an interrupt: the operation may have been submitted, or not
             raise
 
     def queue_seen(self, call: str, number: int, detail: Any, source: Any, target: Any) -> Work | None:
@@ -304,12 +305,12 @@ class LocalExecutor(HostExecutor):
         except OSError as error:
             raise errors.no_thread("asynchronous operations", error) from None
         except BaseException:
-            state.handle.abort()  # an interrupt: nobody knows whether it was queued
+            state.handle.abort()  # an interrupt: the operation may have been queued, or not
             raise
         return None if isinstance(work, int) else work
 
     def _refresh_copies(self, copies: Sequence[Buffer]) -> None:
-        """A copy of a tensor must hold what operations before this one make of it."""
+        """Copy tensors again that pending operations write, once those have ended."""
         for copy in copies:
             before = [w for w in list(self.pending) if w.writes(copy)]
             for work in before:
@@ -318,7 +319,7 @@ class LocalExecutor(HostExecutor):
                 copy.refresh()
 
     def site_number(self, depth: int) -> int:
-        """The caller's place, as the flight recorder knows it."""
+        """The number by which the flight recorder knows the caller's file and line."""
         return self.state.arena.flight.site(call_site(depth + 1))
 
     def refuse(self, error: Exception) -> None:
@@ -330,7 +331,7 @@ class LocalExecutor(HostExecutor):
 
 
 def _places(inputs: Sequence[Buffer]) -> tuple[int, ...]:
-    """Addresses. Of an empty tensor in a list, another one's will do: peers can reach the list if they reach all."""
+    """The addresses. For an empty tensor of a list, that of another: peers use the list if they reach every address."""
     some = next((b.address for b in inputs if b.count), 0)
     return tuple([b.address if b.count else some for b in inputs])
 

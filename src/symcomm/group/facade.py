@@ -2,7 +2,7 @@
 
 A blocking collective of a kind seen before is found in the group's dispatch cache and is one call of the core. Any
 other is checked and becomes a request (request.py), which the group's executor runs: on one host (executor.py), across
-hosts (symcomm.hierarchical), or on a GPU's streams (symcomm.cuda). Messages go to an object of the group's as well.
+hosts (symcomm.hierarchical), or on a GPU's streams (symcomm.cuda). Messages go to the group's Messenger.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _ALL_GATHER_SINGLE, _ALL_GATHER = numbers_of("all_gather_single", "all_gather")
 _GATHER, _GATHER_SINGLE, _SCATTER = numbers_of("gather", "gather_single", "scatter")
 [_ALL_TO_ALL_SINGLE] = numbers_of("all_to_all_single")
 
-# By what makes its request: the number of a call in the dispatch cache, and its root or operation, input and output.
+# For each function that makes a request: the call's number in the dispatch cache, and a function that picks
+# (root or operation, input, output) out of the arguments.
 _KNOWN_BY: dict[Any, tuple[int, Callable[..., tuple[Any, Any, Any]]]] = {
     request.all_reduce: (_ALL_REDUCE, lambda tensor, op: (plain_op(op), tensor, tensor)),
     request.reduce: (_REDUCE, lambda tensor, root, op: (rooted(root, plain_op(op)), tensor, tensor)),
@@ -80,7 +81,7 @@ class Messenger(Protocol):
 
 
 class GroupCalls:
-    """What all groups have in common for their callers. A group owns an executor and messages."""
+    """The calls that all groups have. A group owns an executor and messages."""
 
     rank: int
     size: int
@@ -98,8 +99,8 @@ class GroupCalls:
     def _go_on(
         self, status: int, ask: Callable[..., Request], args: tuple[Any, ...], async_op: Any, timeout: Timeout
     ) -> Any:
-        """What is left of a call after the core: all of it, or to say how it failed there (``status`` above 0).
-        ``ask`` makes a request of the arguments."""
+        """Finish a call that the core did not: say how it failed there (``status`` above 0), or make it here. ``ask``
+        makes a request of the arguments."""
         if status > 0:
             raise self.state.fail_with_status(status, ask.__name__, call_site(2), None)
         if async_op is True and timeout is None and (known := _KNOWN_BY.get(ask)) is not None:
@@ -322,8 +323,8 @@ class GroupCalls:
         return self._in_order(calls, outputs, async_op, timeout)
 
     def _in_order(self, calls: Iterable[Callable[..., Any]], results: Any, async_op: bool, timeout: Timeout) -> Any:
-        """Operations of a group run in order, and after one that fails or is refused the rest does not, so the last
-        work speaks for all."""
+        """Make these calls one after the other. A group runs operations in order, and none after one that failed or was
+        refused, so the last work speaks for all."""
         calls = iter(calls)
         if (first := next(calls, None)) is None:
             return self.barrier(async_op, timeout)

@@ -1,7 +1,7 @@
-"""One way to make a group, wherever its ranks are.
+"""The one way to make a group, wherever its ranks are.
 
-The ranks meet (meeting.py), and what they learn of each other says what is made: a LocalGroup where all share memory,
-else a HierarchicalGroup. That is of the layer above: it is loaded by name, and only then.
+The ranks meet (meeting.py). If all of them share memory, they make a LocalGroup, else a HierarchicalGroup. The latter
+is in the layer above, so it is loaded by name, and only when it is needed.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def make_group(
 
 
 def finish_meeting(group: Any, exchange: Exchange) -> None:
-    """Return when all ranks have made ``group`` and nobody reads what was exchanged any more.
+    """Return when all ranks have made ``group`` and none reads what was exchanged any more.
 
-    Its barrier has number 0, so that the program's calls count from 1. A rank that fails between the two tells the
-    others, who would wait for it there."""
+    The barrier here has number 0, so that the program's calls count from 1. A rank that does not get there tells the
+    others, which would wait for it."""
     try:
         group.meet(exchange)
         group.barrier()

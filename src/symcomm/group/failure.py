@@ -88,7 +88,7 @@ ROOTED = {Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective
 
 
 def describe_call(signature: int, count: int, name: str = "custom") -> str:
-    """A published signature as a call: ``all_reduce(float32 x 1024, SUM)``. ``name``: that of a plan of one's own."""
+    """A published signature as a call: ``all_reduce(float32 x 1024, SUM)``. ``name``: of a plan that a caller wrote."""
     try:
         collective = Collective(signature & 0xFF)
     except ValueError:
@@ -112,7 +112,7 @@ def call_words(collective: Collective, dtype: int, redop: int, root: int, sizes:
 
 
 def with_sizes(call: str, collective: int) -> str:
-    """A call that gathers the sizes of everybody's pieces first and is at that; empty for any other."""
+    """The words for a call that is still gathering the sizes of all ranks' pieces; empty for any other."""
     forms = {"all_to_all": "all_to_all with lists", "all_to_all_single": "all_to_all_single with splits"}
     return forms.get(call, "") if collective == Collective.ALL_GATHER else ""
 
@@ -137,7 +137,7 @@ def how_it_ended(pid: int) -> str:
 
 
 def dumps_core(pid: int) -> bool:
-    """Whether a process is being written to a core dump: it will never run again."""
+    """Whether the kernel is writing a core dump of the process, which will never run again."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         return "\nCoreDumping:\t1\n" in file.read()
     return False
@@ -171,8 +171,8 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
         return _timed_out(group, what, report, seconds)
     if status == Status.HALF_SENT:
         return errors.DeadlineError(
-            f"{what} failed: rank {report['origin']} gave up a message to rank {report['culprit']} of which a part was "
-            "on its way, so that what follows could not be read. Receive in time, or give a longer timeout.",
+            f"{what} failed: rank {report['origin']} gave up a message to rank {report['culprit']} of which it had "
+            "sent a part, so no later message could be read. Receive in time, or give a longer timeout.",
             [report["culprit"]],
         )
     if status == Status.UNREADABLE:
@@ -261,7 +261,7 @@ def waits_for_message(seen: dict[str, Any]) -> str:
 
 
 def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) -> errors.SymcommError:
-    first = report["culprit"]  # others may have left because of it: only dead ranks are named beside it
+    first = report["culprit"]  # others may have left because of it, so besides it only dead ranks are named
     gone = [first, *(r["rank"] for r in report["ranks"] if r["gone"] == Status.DEAD and r["rank"] != first)]
     parts = []
     for rank in gone:
@@ -275,7 +275,7 @@ def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) ->
 def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) -> errors.SymcommError:
     seq = report["abort_seq"] or report["seq"]
     absent = [r for r in report["ranks"] if r["seq"] < seq]
-    if report["culprit"] == report["origin"]:  # which did not begin it
+    if report["culprit"] == report["origin"]:  # the rank had not begun the operation
         missing = [report["origin"]]
         story = f"rank {report['origin']} was still busy with operations before it"
     elif absent:

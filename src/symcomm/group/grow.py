@@ -1,10 +1,11 @@
 """How a group admits newcomers between two steps.
 
+Members never disagree about which group they are in, whichever rank dies meanwhile, and however.
+
 The members' first rank reads the requests (membership/newcomers.py) and opens a round (membership/admission.py): it
 tells the members through the group they have, and the newcomers through the store. Members also tell each other the
-verdict through the group they have, in case some lost the store; one that cannot know it goes on in neither group. So
-members never disagree about which group they are in, whoever dies meanwhile, and however. After any verdict but "go"
-they keep the group they had, and newcomers that are still alive draw another ticket."""
+verdict through the group they have, in case some lost the store; a member that cannot learn it goes on in neither
+group. After any verdict but "go" members keep the group they had, and living newcomers draw another ticket."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ log = logging.getLogger(__name__)
 
 
 class MembersRound(Round):
-    """A round of members of ``group``, who can also ask each other for the verdict."""
+    """A round for members of ``group``, which can also ask each other for the verdict."""
 
     def __init__(self, store: Any, group: ProcessGroup, size: int, seconds: float, find_failure: Callable[[], str]):
         super().__init__(store, group.rank, size, seconds, find_failure)
         self._group = group
 
     def settle(self, verdict: str) -> str:
-        """As the store says, if one of the members can still read it. Otherwise they stay as they are."""
+        """The store's verdict, if any member can still read it. Otherwise members keep the group they have."""
         known = ""
         with contextlib.suppress(errors.PeerError, errors.DeadlineError):
             known = self.decide(verdict)
@@ -51,7 +52,7 @@ class MembersRound(Round):
             if known == GO:
                 return known
             if known:
-                raise  # a member is gone: as the next operation on the group would tell
+                raise  # a member is gone: the next operation on the group would say the same
             self._group.leave()  # others may be in either group: this rank must not go on in one by itself
             raise errors.RankFailedError(
                 f"grow of group {self._group.name!r}: rank {self.index} lost the store, and could not ask the other "
@@ -73,7 +74,7 @@ def join_queue_of(group: ProcessGroup) -> JoinQueue:
 
 
 def close(group: ProcessGroup, why: str = "the job is over; there is nothing to join") -> None:
-    """Tell newcomers, also those to come, that nobody will take them in.
+    """Tell newcomers, also later ones, that no group will take them in.
 
     Raises: CallerError for a group without a store."""
     with contextlib.suppress(errors.PeerError, errors.DeadlineError):  # a store that is gone takes nobody in either
@@ -117,7 +118,7 @@ def _plan_or_tell(
 def _plan(
     group: ProcessGroup, queue: JoinQueue, timeout: float, wait: float, size: int | None
 ) -> tuple[dict[str, Any], list[NewcomerProcess]]:
-    """On rank 0: who comes in, and the round they meet in; empty when nobody waits."""
+    """On rank 0: which newcomers come in, and the round in which they meet; empty when none waits."""
     processes: dict[int, NewcomerProcess] = {}
     room = None if size is None else max(0, size - group.size)
     wanted = 1 if room is None else room
@@ -153,7 +154,7 @@ def _plan(
     except (errors.PeerError, errors.DeadlineError) as error:
         return {
             "error": f"grow of group {group.name!r}: the store cannot be used ({error}). Where the rank that hosts it "
-            "may die, let somebody else keep it: `symcomm run --restart failed`, or a FileStore."
+            "may die, keep it elsewhere: `symcomm run --restart failed`, or a FileStore."
         }, list(processes.values())
 
 
@@ -188,7 +189,7 @@ def _grow_by(
         log.warning("grow of group %r: %s; the group stays as it is.", group.name, round_.why)
         return group
     bigger.inherit(group)
-    return _with_newcomers(bigger, plan)
+    return bigger
 
 
 def _invite(queue: JoinQueue, plan: dict[str, Any]) -> None:
@@ -202,14 +203,10 @@ def _make(round_: Round, plan: dict[str, Any]) -> ProcessGroup:
 
     limits = plan["limits"] and Limits(**plan["limits"])
     # the short deadline while it is built; its own after that
-    group = make_group(
+    group: ProcessGroup = make_group(
         round_.index, round_.size, round_, plan["name"], round_.left(), limits, plan["global_ranks"]
     )  # fmt: skip
     group.set_timeout(plan["timeout"])
-    return group
-
-
-def _with_newcomers(group: ProcessGroup, plan: dict[str, Any]) -> ProcessGroup:
     group.newcomers = list(range(plan["members"], group.size))
     return group
 
@@ -233,11 +230,10 @@ def join_through(store: Any, name: str, timeout: float | timedelta, rank: int | 
         group = round_.build(partial(_make, plan=plan))
         if group is not None:
             group.store, group.base_name = store, name
-            _with_newcomers(group, plan)
             hooks.joined(group, store)
             return group
         if round_.own_error is not None:
-            raise round_.own_error  # which another round would not change
+            raise round_.own_error  # another round would not change it
         why = f"last time {round_.why}"
     raise errors.deadline(f"join of group {name!r}", seconds, fix=f"Nobody let this process in: {why}.")
 
@@ -250,7 +246,7 @@ def _await_answer(queue: JoinQueue, ticket: int, seconds: float) -> dict[str, An
             if plan is not None:
                 return plan
     finally:
-        if plan is None:  # out of time, or interrupted: nobody should wait for us
+        if plan is None:  # out of time, or interrupted: members must not wait for this process
             with contextlib.suppress(errors.PeerError, errors.DeadlineError):
                 queue.settle(ticket, {"withdrawn": "gave up"})
     return queue.answer(ticket)

@@ -1,4 +1,4 @@
-"""Hooks that are ready to use: NaNs found before they spread, and a note of groups that failed.
+"""Hooks that are ready to use: one finds NaNs before they spread, one notes that a group failed.
 
 ``attach(group)`` takes a group of ours or torch's view of one. The group keeps the hook; the handle only removes it.
 """
@@ -22,7 +22,7 @@ def hooks_of(call: str, group: Any) -> Any:
 
 
 class AttachedHook:
-    """A hook that ``attach`` has put on a group. ``kind``: which of its calls it sees."""
+    """A hook that ``attach`` has put on a group. ``kind``: "pre", "post" or "abort"."""
 
     kind = ""
 
@@ -32,14 +32,14 @@ class AttachedHook:
         core.call_hooks.register(self.kind, self._id, hook)
 
     def remove(self) -> None:
-        """Let go of the group. A second time does nothing."""
+        """Take the hook off the group. A second call does nothing."""
         core, self._core = self._core, None
         if core is not None:
             core.call_hooks.unregister(self.kind, self._id)
 
 
 class NanCheckHook(AttachedHook):
-    """A call whose input holds a NaN raises, before anything is sent. Only what others would receive is looked at:
+    """A call whose input holds a NaN raises, before anything is sent. Only what others would receive is checked:
     inputs of floating-point and complex numbers, and a broadcast's tensor on its root.
 
     Raises: CallerError from the call that was given a NaN; BadArgumentError from ``attach``."""
@@ -63,7 +63,7 @@ class NanCheckHook(AttachedHook):
 
 
 def _holds_nan(tensor: Any) -> bool:
-    """For torch's tensors and numpy's arrays; what knows no NaN is not looked at."""
+    """For torch's tensors and NumPy's arrays; False for dtypes that have no NaN."""
     if hasattr(tensor, "is_floating_point"):
         if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
             return False
@@ -82,7 +82,7 @@ _lock = threading.Lock()
 
 
 def unhealthy_backends() -> list[str]:
-    """Backends of which a group has failed or was aborted in this process, as ``c10d_health_check`` tells it."""
+    """Backends with a group that failed or was aborted in this process; ``c10d_health_check`` reports them."""
     with _lock:
         return sorted(_unhealthy)
 

@@ -1,7 +1,7 @@
-"""Where observers hook in. Groups call these lists; nothing here knows who is on them.
+"""Where observers hook in. Groups call the functions in these lists, and do not know whose they are.
 
-The layer that observes is loaded only when the environment asks for it, when a wait lasts, or when another process asks
-where this one is; and by name: this one must not depend on it.
+The observing layer lies above this one, so it is loaded by name, and only when the environment asks for it, when a wait
+lasts long, or when another process asks where this one is.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from symcomm.errors import bad_argument
 
 on_group: list[Callable[[Any], None]] = []  # called with every new group
 on_join: list[Callable[[Any, Any], None]] = []  # with a rank's first group and the store it met the others in, or None
-on_end: list[Callable[[], None]] = []  # before a process that was only a rank ends, maybe without Python's farewell
-on_failure: list[Callable[[Any, BaseException], None]] = []  # with a group and the first error of it
+on_end: list[Callable[[], None]] = []  # before a process that was only a rank ends, maybe without atexit handlers
+on_failure: list[Callable[[Any, BaseException], None]] = []  # with a group and its first error
 
 TRACER = "symcomm.observe.recorder.tracer"
 WHEREABOUTS = "symcomm.observe.recorder.whereabouts"
@@ -40,25 +40,25 @@ def made(group: Any) -> None:
 
 
 def failed(group: Any, error: BaseException) -> None:
-    """Whatever an observer does, the caller gets the error that it is about."""
+    """Call the observers of failures. The caller gets ``error``, whatever an observer raises."""
     for observer in list(on_failure):
         with contextlib.suppress(Exception):
             observer(group, error)
 
 
 def where_am_i(place: int) -> bytes:
-    """Where the rank is that is asked there (``Peer.whereabouts``)."""
+    """The stacks of the rank that a question at ``place`` asks for (``Peer.whereabouts``)."""
     told: bytes = importlib.import_module(WHEREABOUTS).answer(place)
     return told
 
 
 def seconds_of_long_waits() -> float:
-    """SYMCOMM_HANG_SECONDS: how long a call waits before that is told; 0: it is never told."""
+    """SYMCOMM_HANG_SECONDS: after how long a wait is reported; 0: never."""
     return seconds_from("SYMCOMM_HANG_SECONDS", 1.0, "ProcessGroup")
 
 
 def seconds_from(variable: str, default: float, call: str) -> float:
-    """What a variable of the environment says; 0: never."""
+    """The seconds that an environment variable gives; 0: never."""
     text = os.environ.get(variable, "")
     try:
         seconds = float(text or default)
@@ -70,8 +70,8 @@ def seconds_from(variable: str, default: float, call: str) -> float:
 
 
 def waits(group: Any, site: Any, wait: int, kind: int, missing: int, seconds: float, status: int) -> float:
-    """A call of ``group``, which was made at ``site``, has waited for ``seconds``. Returns the seconds until it is to
-    be told again. Whatever an observer does, the wait goes on."""
+    """Report that a call of ``group``, made at ``site``, has waited for ``seconds``. Returns the seconds until the next
+    report; 0: none. The wait goes on, whatever an observer raises."""
     with contextlib.suppress(Exception):
         pause: float = importlib.import_module(LONG_WAITS).told(group, site, wait, kind, missing, seconds, status)
         return pause
@@ -79,13 +79,13 @@ def waits(group: Any, site: Any, wait: int, kind: int, missing: int, seconds: fl
 
 
 def watch(group: Any) -> None:
-    """Tell of long waits of ``group``, which is across hosts: the core knows only of those on this one."""
+    """Report long waits of ``group``, which is across hosts: the core sees only those on this host."""
     if seconds := seconds_of_long_waits():
         importlib.import_module(LONG_WAITS_ACROSS_HOSTS).watch(group, seconds)
 
 
 def place_of(thread: int) -> str:
-    """Where in its program a thread is: ``loader.py:40 in next_batch``; empty: nobody knows."""
+    """Where in its program a thread is: ``loader.py:40 in next_batch``; empty: not known."""
     with contextlib.suppress(Exception):
         place: str = importlib.import_module(WHEREABOUTS).place_of(thread)
         return place

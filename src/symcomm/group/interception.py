@@ -1,8 +1,8 @@
-"""Calls of a group, seen by others before and after they are made.
+"""Lets layers run code before and after the calls of a group.
 
-Nothing is tested on the data path. While a layer is there, the methods that make calls are shadowed on the *instances*
-they belong to; with the last layer the shadows go. A group may be called through several objects (the group itself,
-torch's view of it, a GPU's): a call is seen once, where it comes in.
+A group without layers pays nothing for this. While it has one, the methods that make calls are shadowed on the
+*instances* they belong to; the shadows go with the last layer. A group may be called through several objects (the group
+itself, torch's view of it, a GPU's): layers see a call once, where it comes in.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Interception:
 
         @functools.wraps(getattr(type(owner), method))
         def shadow(*args: Any, **named: Any) -> Any:
-            target = whose()  # whose class may have changed, or its class's methods
+            target = whose()  # its class, or that class's methods, may have changed since
             make = functools.partial(getattr(type(target), method), target, *args, **named)
             if getattr(self._inside, "a_call", False):  # a call made of other calls is one call
                 return make()
@@ -160,7 +160,7 @@ class Interception:
 
 
 def _signature(kind: type, method: str) -> inspect.Signature | None:
-    """The method's own, which a subclass that only passes calls on need not repeat; None where C++ defines it."""
+    """The method's own signature, past subclasses that only pass ``**kwargs`` on; None where C++ defines it."""
     every = [vars(base)[method] for base in kind.__mro__ if inspect.isfunction(vars(base).get(method))]
     signatures = [inspect.signature(function) for function in every]
     named = (s for s in signatures if all(p.kind is not p.VAR_KEYWORD for p in s.parameters.values()))
@@ -168,7 +168,7 @@ def _signature(kind: type, method: str) -> inspect.Signature | None:
 
 
 def _bound(signature: inspect.Signature, owner: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Mapping[str, Any]:
-    """The arguments by name; none where they do not fit: the method itself refuses them, or knows other names."""
+    """The arguments by name; none where they do not fit: the method itself refuses them, or takes other names."""
     try:
         bound = signature.bind(owner, *args, **named)
     except TypeError:

@@ -1,13 +1,13 @@
 """How a rank leaves a group: two verbs, and what becomes of the memory.
 
 ``destroy()``    the orderly end, which programs call: asynchronous operations end first; a rank that serves the others'
-                 store waits a moment for them to leave, too; then it leaves.
-``leave(why)``   at once: what is pending here fails, and is told ``why``; peers that wait for this rank are told. For a
+                 store gives them a moment to leave, too; then it leaves.
+``leave(why)``   at once: pending operations fail here, and say ``why``; peers that wait for this rank are told. For a
                  group that failed, was never used, or was replaced by another one.
 
-Either may be called by a group that has left already. Neither gives the memory back: peers may still look at this
-rank's part of the group, to see that it left, or write into its windows. The part is *retired*, and ``free_retired``
-frees it once all ranks have left: when the next group is made, when one is left, and when a program asks."""
+Either may be called again later. Neither gives the memory back: peers may still look at this rank's part of the group,
+to see that it left, or write into its windows. The part is *retired*, and ``free_retired`` frees it once all ranks have
+left. It is called when a group is made or left, and when a program asks for it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def retire(handle: Any, arena: Arena, offset: int, exposed: dict[int, Any]) -> N
 def free_retired() -> None:
     """Free the memory of groups that all ranks have left. No lock: the garbage collector may call this within itself.
 
-    A thread that retires a group while we hold another did not find that one: then we look again."""
+    A thread that retires a group meanwhile misses the entry that this one holds: then look again."""
     seen = 0
     while seen != _last_retirement:
         seen = _last_retirement
@@ -51,7 +51,7 @@ def free_retired() -> None:
 
 
 def retired_count() -> int:
-    """How many groups this process has left whose memory others may still look at."""
+    """How many groups this process has left whose memory peers may still look at."""
     return len(_retired)
 
 

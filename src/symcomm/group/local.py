@@ -1,5 +1,5 @@
-"""LocalGroup: ranks of one host that act together on symmetric memory: how it is made, how ranks leave it, and groups
-of a part of them. Its calls are the facade's (facade.py); executor.py runs them, p2p.py has its messages."""
+"""LocalGroup: ranks of one host, on symmetric memory. This file says how the group is made and left, and how some of
+its ranks make another. facade.py has its calls, executor.py runs them, p2p.py has its messages."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from symcomm.group.work import Timeout
 from symcomm.memory.arena import Arena, current_arena
 from symcomm.memory.share import Exchange, GroupNotBuilt
 
-# How often a waiting rank polls first (about 10 us). If it has a core of its own it then goes on spinning, for longer
-# than a peer is away whose core is taken for a time slice; with more ranks than cores it yields. Then it sleeps, which
-# costs two context switches (about 10 us). See _core/sync/backoff.h.
+# A waiting rank first polls this often (about 10 us). With a core of its own it then spins on, for longer than a peer
+# may lose its core for a time slice; with more ranks than cores it yields. Then it sleeps, which costs two context
+# switches (about 10 us). See _core/sync/backoff.h.
 SPIN_COUNT = 4000
 SPIN_NS = 5_000_000
 YIELD_NS = 100_000
-MEETING_LOOKS = 1000  # for ranks that are about to have made the group, too; about 10 us
+MEETING_LOOKS = 1000  # in a row, for ranks that have almost made the group, too; about 10 us
 MEETING_FIRST, MEETING_LAST = 0.00002, 0.005  # seconds between two such looks
-GAVE_UP = b"!"  # before why a rank cannot take part; what others say is JSON
+GAVE_UP = b"!"  # then follows why a rank cannot take part; the others' items are JSON
 
 
 def _locate() -> int:
-    """Where the program calls us from, as the flight recorder of this rank knows it."""
+    """The number by which this rank's flight recorder knows the program's line that called."""
     return current_arena().flight.site(call_site())
 
 
@@ -46,7 +46,7 @@ def _wait_lasts(handle: native.Group, *facts: Any) -> float:
 
 
 def tell_of_long_waits() -> None:
-    """From now on, as the environment says."""
+    """Have the core report long waits, after the time that the environment gives."""
     native.use_long_wait_callback(_wait_lasts, hooks.seconds_of_long_waits())
 
 
@@ -58,7 +58,7 @@ _living: weakref.WeakSet[LocalGroup] = weakref.WeakSet()
 
 @atexit.register
 def _leave_all() -> None:
-    """End the threads of asynchronous operations while there still is an interpreter that they may call."""
+    """End the threads of asynchronous operations while they can still call the interpreter."""
     for group in list(_living):
         if group.is_busy:
             group.leave()
@@ -81,11 +81,11 @@ def leave_groups_of(arena: Arena) -> None:
 
 
 class LocalGroup(ProcessGroup):
-    """Made from what its ranks, which share memory, learned of each other when they met (see factory.py)."""
+    """A group whose ranks share memory, made from what they learned of each other when they met (see factory.py)."""
 
     executor: LocalExecutor
     _spin_ns, _yield_ns = SPIN_NS, YIELD_NS
-    _operations = 0  # that count as done when a group is made; the same on all ranks
+    _operations = 0  # counted as done when a group is made; the same on all ranks
 
     def __init__(self, met: Meeting, name: str = "world", timeout: Timeout = None):
         super().__init__(met.rank, met.size, name, timeout, met.part.given, met.members)
@@ -128,7 +128,7 @@ class LocalGroup(ProcessGroup):
         self.handle.keep((self.arena, *self.peers))
         _living.add(self)
         self._retire = weakref.finalize(self, retire, self.handle, self.arena, part.offset, self.exposed)
-        self._retire.atexit = False  # the kernel takes it all
+        self._retire.atexit = False  # the kernel frees everything
 
     def meet(self, exchange: Exchange) -> None:
         self.handle.skip_number()
@@ -136,7 +136,7 @@ class LocalGroup(ProcessGroup):
         end = time.monotonic() + self.timeout
         while check is not None and not self.handle.announce(MEETING_LOOKS):
             if time.monotonic() > end or self.gone_ranks():
-                return  # the first operation says so
+                return  # the first operation will say what happened
             check()
             time.sleep(pause)
             pause = min(1.5 * pause, MEETING_LAST)
@@ -200,7 +200,7 @@ class LocalGroup(ProcessGroup):
             raise
 
     def of_members(self, ranks: Sequence[int], exchange: Exchange) -> LocalGroup:
-        """What is left of this group when only ``ranks`` go on."""
+        """The group in which only ``ranks`` of this one go on."""
         return self._of(ranks, exchange, f"{self.name}-shrunk", self.timeout)
 
     def _of(self, ranks: Sequence[int], exchange: Exchange, name: str, timeout: Timeout) -> LocalGroup:
@@ -218,7 +218,7 @@ class LocalGroup(ProcessGroup):
 
 
 class ParentExchange:
-    """How ``ranks`` of a group make another: one exchange, in which the whole group takes part, since it runs there.
+    """The one exchange in which ``ranks`` of a group make another. It runs on the group, so all its ranks take part.
 
     A rank that cannot make its part says why instead; the group lives on."""
 

@@ -5,7 +5,7 @@ what each said of itself. A LocalGroup is made from that. Where there are severa
 (``HostMeeting``) in the exchange that a group across hosts needs anyway.
 
 A rank's part of the group exists before the others are told of it. When a meeting fails the part is put aside, not
-freed: some ranks may have the group by then, and will write into all parts that it failed."""
+freed: some ranks may have made the group by then, and will write into all parts that it has failed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def layout(size: int, limits: Limits) -> tuple[int, int, int]:
 class Part:
     """One rank's part of a group of ``size`` ranks, in its arena: control block, staging area and channels.
 
-    ``members``: who is in the group, by global rank; only they may use memory that was put aside."""
+    ``members``: the group's ranks, by global rank. Memory that was put aside serves the same members only."""
 
     def __init__(self, rank: int, size: int, limits: Limits | None, members: Sequence[int]):
         self.arena: Arena = current_arena()
@@ -68,7 +68,7 @@ class Part:
 
     @contextlib.contextmanager
     def at_risk(self) -> Iterator[None]:
-        """Around what may fail while the others know of this part."""
+        """Around code that may fail while the others know of this part."""
         try:
             yield
         except GroupNotBuilt:
@@ -79,7 +79,7 @@ class Part:
             raise
 
     def facts(self) -> dict[str, Any]:
-        """What the others have to know: of this part, and of what this rank runs on."""
+        """What the others have to know of this part, and of the cores that this rank runs on."""
         node = current_node()
         self.arena.move_to(node)  # this rank may have been bound since
         return {
@@ -91,16 +91,16 @@ class Part:
 
 
 class Meeting(NamedTuple):
-    """What one rank knows of all."""
+    """What one rank has learned of all ranks of the group."""
 
     rank: int
     size: int
-    members: Sequence[int]  # the ranks, by global rank
+    members: Sequence[int]  # global ranks
     exchange: Exchange
     part: Part
     facts: Sequence[dict[str, Any]]  # Part.facts() of each rank
     peers: Sequence[Peer]  # their arenas, where all are on one host
-    found: Connected | None = None  # unless those were known before
+    found: Connected | None = None  # None where the arenas were mapped before
 
     @property
     def hosts(self) -> Sequence[Sequence[int]]:
@@ -116,7 +116,7 @@ class Meeting(NamedTuple):
             )
 
     def limits(self) -> Limits:
-        """Those that the caller gave, or those of this machine; with the ranks' NUMA nodes."""
+        """The limits that the caller gave, or those of this machine, with the ranks' NUMA nodes."""
         limits = self.part.limits
         if self.part.given is None:
             cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in self.facts))
@@ -139,7 +139,7 @@ def meet(
 def meet_again(
     rank: int, peers: Sequence[Peer], exchange: Exchange, limits: Limits | None, members: Sequence[int]
 ) -> Meeting:
-    """The same for ranks that have mapped each other's arenas: always one exchange, of few bytes."""
+    """Like ``meet``, for ranks that have mapped each other's arenas: always one exchange, of few bytes."""
     part = Part(rank, len(peers), limits, members)
     with part.at_risk():
         facts = [json.loads(item) for item in exchange(json.dumps(part.facts()).encode())]

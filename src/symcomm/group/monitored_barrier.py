@@ -20,7 +20,7 @@ CALL = "monitored_barrier"
 
 
 class MonitoredBarriers:
-    """Those of one group: each has a number, which is in the tag of its messages."""
+    """The monitored barriers of one group. Each has a number, which the tag of its messages holds."""
 
     def __init__(self, messages: Messages):
         self._messages, self._state = messages, messages.state
@@ -44,7 +44,7 @@ class MonitoredBarriers:
             raise errors.deadline(what, seconds, missing=named, arrived=arrived)
 
     def refuse(self, error: Exception) -> None:
-        """Come to the next one only to tell the others why this rank does not make it."""
+        """Take part in the next barrier only to tell the others why this rank refuses it."""
         state = self._state
         state.check_usable()
         tag, (token, raw) = self._next_tag(), self._token()
@@ -72,7 +72,7 @@ class MonitoredBarriers:
         return self._messages.post(Message.receive(raw, rank, tag), CALL, True)
 
     def _count_in(self, tag: int, seconds: float) -> tuple[list[int], bytes]:
-        """(who is missing, what the first one said that refused)"""
+        """(the missing ranks, the words of the first rank that refused)"""
         deadline = time.monotonic() + seconds
         tokens = [self._token() for _ in range(self._state.size)]
         arrivals = {rank: self._receive(tokens[rank][1], rank, tag) for rank in range(1, self._state.size)}

@@ -19,7 +19,7 @@ ROOT = struct.Struct("<q")
 
 
 class Group(Caller, Protocol):
-    """What these need of one."""
+    """What these calls need of a group."""
 
     name: str
 
@@ -56,7 +56,7 @@ def scatter_object(group: Group, objs: Sequence[Any] | None, root: int, timeout:
 
 
 def _tell(group: Group, call: str, root: int, item: bytes, timeout: Timeout) -> list[bytes]:
-    """Everybody's item; raises on all ranks if they do not name one root."""
+    """All ranks' items; raises on all ranks if they name different roots."""
     with Refusals(group):
         check_root(group, call, root)
     told = group.all_gather_bytes(ROOT.pack(root) + item, timeout)

@@ -1,6 +1,6 @@
 """Messages between two ranks of a group.
 
-The core matches them, in a mailbox of each rank that its peers have mapped; works here say how they ended."""
+The core matches sends and receives in each rank's mailbox, which its peers have mapped. Works say how they ended."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def wait_in_thread(work: Any, callback: Callable[[], None]) -> None:
 
 
 class AnyMessageWork(Outcome):
-    """What works of messages have in common, wherever the messages go."""
+    """What all works of messages have in common, on one host and across hosts."""
 
     wait: Callable[..., bool]
 
@@ -88,7 +88,7 @@ class AnyMessageWork(Outcome):
         )
 
     def _late(self, seconds: float, awaited: Sequence[int], why: str = "") -> errors.DeadlineError:
-        """The message was withdrawn, which does not harm the group."""
+        """The error of a message that was withdrawn at its deadline, which does not harm the group."""
         return errors.DeadlineError(
             f"{self.what} on group {self._group_name!r} timed out after {format_seconds(seconds)}: "
             f"the other side did not come{f': {why}' if why else ''}. The group can still be used.",
@@ -110,13 +110,13 @@ class MessageWork(AnyMessageWork):
     def __init__(self, state: GroupState, message: Message, buffer: Buffer, site: Site):
         super().__init__(message, state.name)
         self._state = state
-        self._group: Any = state.whole()  # until it has ended: nobody else may hold the group
-        self.op: Any = None  # until it is posted; for good if an interrupt came first
+        self._group: Any = state.whole()  # held until the message has ended: the caller may not hold the group
+        self.op: Any = None  # None until it is posted; for good if an interrupt came first
         self.buffer = buffer
         self._site = site
         self.started = time.monotonic()
         self.outcome: tuple[int, int, int, int] | None = None
-        self.kept_in: dict[int, MessageWork] = {}  # while the core uses its tensor
+        self.kept_in: dict[int, MessageWork] = {}  # what holds this work while the core uses its tensor
 
     def settle(self, outcome: tuple[int, int, int, int]) -> None:
         self._over(outcome)
@@ -140,7 +140,7 @@ class MessageWork(AnyMessageWork):
         return True
 
     def failure_of(self, outcome: tuple[int, int, int, int], given_ns: int) -> BaseException:
-        """What it raises after a wait of ``given_ns`` that the core had for it."""
+        """The error after the core itself waited ``given_ns`` for the message."""
         self._conclude(outcome, given_ns)
         assert self._error is not None
         return self._error
@@ -150,7 +150,7 @@ class MessageWork(AnyMessageWork):
         self.kept_in.pop(id(self), None)
 
     def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
-        """The end of a wait of ``given_ns``. After a time-out that withdrew the message the group stays usable."""
+        """A wait of ``given_ns`` has ended. After a time-out that withdrew the message the group stays usable."""
         if outcome[0] != Status.TIMEOUT or self._state.handle.report()["status"]:
             self.settle(outcome)
             return
@@ -170,14 +170,14 @@ class MessageWork(AnyMessageWork):
         return True
 
     def hold(self) -> bool:
-        """Whether no message has matched this receive; then none can, until ``resume()``."""
+        """Keep messages from matching this receive until ``resume()``. False: one has matched it already."""
         return native.p2p_hold(self.op)
 
     def resume(self) -> None:
         native.p2p_resume(self.op)
 
     def fill(self, status: Status = Status.OK) -> bool:
-        """A receive that is held is over: its message came another way, or it was given up. False: it is not held."""
+        """End a receive that is held: its message came another way, or it was given up. False: it is not held."""
         filled = native.p2p_fill(self.op, status)
         if filled:
             self._over((Status.TIMEOUT, ANY_SOURCE, 0, 0))
@@ -203,7 +203,7 @@ class Messages(ABC):
 
     @abstractmethod
     def post(self, message: Message, call: str, background: bool) -> Any:
-        """Start a message that ``call`` asks for. ``background``: others may be started before somebody waits."""
+        """Start a message that ``call`` asks for. ``background``: the caller may do other things before it waits."""
 
     @property
     @abstractmethod
@@ -248,13 +248,13 @@ class Messages(ABC):
         return (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
 
     def failure_of(self, outcome: tuple[int, int, int, int], message: Message) -> BaseException:
-        """How a message ended that the core sent or received by itself."""
+        """The error of a message that the core sent or received by itself."""
         view, call = (read_buffer, "send") if message.is_send else (write_buffer, "recv")
         work = MessageWork(self.state, message, view(call, "tensor", message.tensor), call_site(2))
         return work.failure_of(outcome, self.state.timeout_ns)
 
     def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
-        """The core has seen for a second that ``peer`` waits in a collective, and this rank for a message."""
+        """For a second, ``peer`` has waited in a collective and this rank for a message; the core calls this."""
         if words := format_standoff(self.state, peer, f"rank {self.state.rank}"):
             warn(self.state, format_message(is_send, peer, tag), words)
 
@@ -264,12 +264,12 @@ class Messages(ABC):
 
 
 class LocalMessages(Messages):
-    """Those of ranks that share memory."""
+    """The messages of ranks that share memory."""
 
     def __init__(self, state: GroupState):
         super().__init__(state)
         self._in_flight: dict[int, MessageWork] = {}
-        self._sweep_at = 16  # so many in flight
+        self._sweep_at = 16  # messages in flight
         self._keep_lock = threading.Lock()
 
     def post(self, message: Message, call: str, background: bool) -> MessageWork:
@@ -298,7 +298,7 @@ class LocalMessages(Messages):
         work.kept_in = self._in_flight
         self._in_flight[id(work)] = work
         if len(self._in_flight) < self._sweep_at or not self._keep_lock.acquire(blocking=False):
-            return  # or somebody is already looking; perhaps this very thread, interrupted by a signal handler
+            return  # or another thread sweeps; perhaps this very one, interrupted by a signal handler
         try:
             for earlier in list(self._in_flight.values()):
                 earlier.is_completed()

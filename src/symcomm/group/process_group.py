@@ -1,6 +1,7 @@
-"""ProcessGroup: ranks that act together, wherever they are: the API, its state, its failure, and who belongs to it.
+"""ProcessGroup: ranks that act together, wherever they are. This file has the methods that users call, and says how a
+group fails, how ranks leave it, and how its members change.
 
-What executes its collectives is a sibling's business: LocalGroup (local.py) where ranks share memory, HierarchicalGroup
+Two subclasses give it its parts: LocalGroup (local.py) where ranks share memory, HierarchicalGroup
 (symcomm.hierarchical) across hosts. Collectives on CUDA tensors have an object of their own (symcomm.cuda)."""
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ProcessGroup(GroupCalls, HookMethods):
 
     Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, ResourceError."""
 
-    # Not in the object's dictionary: with thirty there, Python searches it at every call of a method.
+    # Slots, since a dictionary of thirty attributes slows every call of a method: Python searches it first.
     __slots__ = (
         "_call_hooks", "arena", "attached", "base_name", "before_leaving", "executor", "exposed", "given_limits",
         "global_ranks", "handle", "interception", "messages", "monitored_barriers", "name", "newcomers", "peers",
@@ -69,8 +70,8 @@ class ProcessGroup(GroupCalls, HookMethods):
     peers: list[Peer]  # those ranks' arenas
 
     spans_hosts = False  # see symcomm.hierarchical
-    store: Any = None  # where the ranks met, and where newcomers find them
-    lease: Lease | None = None  # on that store, if it ends with its groups
+    store: Any = None  # the one in which the ranks met, and in which newcomers find them
+    lease: Lease | None = None  # on that store, if the store ends with its groups
     join_queue: JoinQueue | None = None
     _children = 0  # groups made from this one
 
@@ -89,10 +90,10 @@ class ProcessGroup(GroupCalls, HookMethods):
         self.interception.add_facade(self, GROUP_CALLS)
         self._call_hooks = CallHooks(self.interception)
         self.before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
-        self.attached: dict[tuple[str, int], Any] = {}  # what layers above made for it: of which kind, for which device
+        self.attached: dict[tuple[str, int], Any] = {}  # what layers above made for it, by kind and device
         self.exposed: dict[int, Any] = {}  # memory that peers may write to, by window
         self.newcomers: list[int] = []  # the ranks that came in when grow() made this group
-        self.base_name = name  # what newcomers call it, through all its shrinking and growing
+        self.base_name = name  # the name that newcomers ask for, however often the group shrinks and grows
         self.arena: Arena = self.state.arena
 
     def _new_state(self, timeout_ns: int) -> GroupState:
@@ -167,28 +168,28 @@ class ProcessGroup(GroupCalls, HookMethods):
     def copy_stats(self) -> dict[str, dict[str, int]]:
         """How many collectives of this rank went directly between tensors, with how many bytes, and why others did not.
 
-        ``direct``: nothing was copied; ``attached``: read out of peers' ordinary memory. The others were copied through
+        ``direct``: nothing was copied; ``attached``: read out of peers' ordinary memory. The others went through
         staging areas: ``ordinary_here``, ``ordinary_there``: since a tensor of this rank, or only a peer's, is not
         symmetric; ``no_plan``: since that is fastest for so few bytes. See docs/how-to/process-group.md."""
 
     @abstractmethod
     def wait_stats(self) -> dict[str, int]:
-        """How this rank's waits on the group ended that took more than about 10 us: while it kept its core and looked,
-        while it offered the core to others, or after it had slept."""
+        """How this rank's waits of more than about 10 us ended: while it polled, while it offered its core to other
+        threads, or after it had slept."""
 
     @abstractmethod
     def describe(self, description: str) -> None:
-        """What dumps of the flight recorder say of this group besides its name."""
+        """Set what dumps of the flight recorder say of this group besides its name."""
 
     # --- failure ----------------------------------------------------------------------------------------------
 
     def on_failure(self, error: errors.SymcommError) -> None:
-        """It has just failed here, and this rank lets go of everybody's tensors."""
+        """The group has just failed here, and this rank has let go of all tensors."""
         hooks.failed(self._observed, error)
         self.call_hooks.run_abort_hooks()
 
     def after_fork(self) -> None:
-        """In a forked child, which is not the rank: it cannot use the group, whatever the parent's threads held."""
+        """In a forked child, which is not the rank: make the group unusable, whatever locks the parent held."""
         for part in (self.state, self.executor, self.messages):
             part.after_fork()
 
@@ -214,7 +215,7 @@ class ProcessGroup(GroupCalls, HookMethods):
         """Make every rank's pending and later operations on this group fail now."""
 
     def destroy(self) -> None:
-        """Leave the group. Pending asynchronous operations end first; peers that still wait for us are told."""
+        """Leave the group. Pending asynchronous operations end first; peers that still wait for this rank are told."""
         if self.failure is None:
             for work in list(self.pending):
                 work.wait_until(time.monotonic_ns() + self.timeout_ns)
@@ -225,7 +226,7 @@ class ProcessGroup(GroupCalls, HookMethods):
         self.leave()
 
     def leave(self, why: str = "was destroyed") -> None:
-        """Leave the group at once; ``why`` is what operations that are pending, or come later, are told."""
+        """Leave the group at once. Operations that are pending, or come later, fail and say ``why``."""
         self.state.end(errors.GroupUnusableError(f"group {self.name!r} {why}."))
         self._leave()
         if self.lease is not None:
@@ -236,17 +237,18 @@ class ProcessGroup(GroupCalls, HookMethods):
     def _leave(self) -> None: ...
 
     def await_departures(self, seconds: float = LEAVE_WAIT) -> None:
-        """Give the others time to leave the group, too: what this process serves ends when it has."""
+        """Give the others time to leave the group, too: the store that this process serves ends with it."""
         end, others = time.monotonic() + seconds, self._seen_leaving()
         while not others <= set(self.gone_ranks()) and time.monotonic() < end:
             time.sleep(0.001)
 
     @abstractmethod
     def departures(self) -> Callable[[float], None]:
-        """Waits, so many seconds at most, until all ranks of this host have left; for after this one has."""
+        """A function that waits until all ranks of this host have left, for at most the seconds that it is given. It is
+        called after this rank has left."""
 
     def _seen_leaving(self) -> set[int]:
-        """The ranks of which this one learns that they left."""
+        """The ranks whose leaving this rank can see."""
         return set(range(self.size)) - {self.rank}
 
     @property
@@ -334,7 +336,7 @@ class ProcessGroup(GroupCalls, HookMethods):
         return self.messages.recv(tensor, peer, tag, timeout)
 
     def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
-        """The core has seen for a second that ``peer`` waits in a collective, and this rank for a message."""
+        """For a second, ``peer`` has waited in a collective and this rank for a message; the core calls this."""
         self.messages.on_standoff(is_send, peer, tag)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
@@ -354,7 +356,7 @@ class ProcessGroup(GroupCalls, HookMethods):
         return object_calls.all_gather_object(self, obj, timeout)
 
     def broadcast_object(self, obj: Any = None, root: int = 0, timeout: Timeout = None) -> Any:
-        """The object of rank ``root``; what others give is not looked at.
+        """The object of rank ``root``; those of others are ignored.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         return object_calls.broadcast_object(self, obj, root, timeout)
@@ -388,7 +390,7 @@ class ProcessGroup(GroupCalls, HookMethods):
             ):
                 allowed = f"distinct ranks of 0 to {self.size - 1}, at least one"
                 raise errors.bad_argument("new_group", "ranks", chosen, allowed)
-            if self.spans_hosts:  # where members meet apart from the others: a rank that refuses tells all of them here
+            if self.spans_hosts:  # members then meet without the others, so a rank that refuses must tell them here
                 self.executor.execute(Request("barrier", [], [], call="new_group"), False, timeout)
             return self._subgroup({r: (0, i) for i, r in enumerate(chosen)}, name, timeout)
 
@@ -408,7 +410,7 @@ class ProcessGroup(GroupCalls, HookMethods):
 
     @abstractmethod
     def meet(self, exchange: Callable[[bytes], list[bytes]]) -> None:
-        """Return when all ranks have made this group; raises what one of them says in ``exchange`` that could not.
+        """Return when all ranks have made this group. If one could not, raise what it says in ``exchange``.
 
         The operation that follows is not the program's: it has number 0."""
 
@@ -417,7 +419,7 @@ class ProcessGroup(GroupCalls, HookMethods):
         """``choice``: color and key of each rank that is to be in a group."""
 
     def _name_of_subgroup(self, choice: dict[int, tuple[int, int]], name: str) -> tuple[list[int], str]:
-        """(the ranks of this rank's subgroup, what it is called)"""
+        """(the ranks of this rank's subgroup, its name)"""
         self._children += 1
         mine = choice.get(self.rank)
         ranks = [r for _, r in sorted((k, r) for r, (c, k) in choice.items() if mine is not None and c == mine[0])]
@@ -429,13 +431,13 @@ class ProcessGroup(GroupCalls, HookMethods):
     def shrink(
         self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True, quorum: int | None = None
     ) -> ProcessGroup:
-        """After a failure: the ranks that still live, and come here within ``timeout``, go on in a new group.
+        """After a failure: the ranks that live, and call this within ``timeout``, go on in a new group.
 
-        All of them in one of the same members. A rank that stalls on the way is left out when ``timeout`` has passed
+        It has the same members on all of them. A rank that stalls on the way is left out when ``timeout`` has passed
         once more, and raises RankFailedError when it comes. Ranks in ``exclude`` stay behind though they live; they do
-        not call this. Without ``abort`` operations that other ranks still have under way end first. ``quorum``: how
-        many ranks of this group must be reached, where they are on several hosts; unless given it is more than half of
-        them, or half of them with rank 0. With fewer it raises NoQuorumError: others may go on."""
+        not call this. Without ``abort``, operations that other ranks still have under way end first. ``quorum``: how
+        many ranks of this group must be reached, where they are on several hosts; by default more than half of them,
+        or half of them with rank 0. With fewer it raises NoQuorumError: others may go on."""
         from symcomm.group.shrink import check_excluded, check_quorum
 
         if self.has_left:
@@ -454,7 +456,7 @@ class ProcessGroup(GroupCalls, HookMethods):
 
     @abstractmethod
     def reclaim_windows(self) -> None:
-        """After an abort: what peers could put into is this rank's alone from now on, whoever was stopped meanwhile."""
+        """After an abort: no peer writes to this rank's windows any more, not even one that was stopped meanwhile."""
 
     @abstractmethod
     def gone_ranks(self) -> list[int]:
@@ -462,17 +464,17 @@ class ProcessGroup(GroupCalls, HookMethods):
 
     @abstractmethod
     def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
-        """For who waits for ``ranks`` of this group elsewhere: raises RankFailedError once one of them is gone."""
+        """A check for waits outside the group: it raises RankFailedError once one of ``ranks`` is gone."""
 
     def inherit(self, older: ProcessGroup) -> None:
-        """Take the place of a group that this one was made from: newcomers find it where they would have found that."""
+        """Take the place of the group that this one was made from: newcomers find it in the same store."""
         self.store, self.base_name = older.store, older.base_name
         self.lease = older.lease.share() if older.lease is not None else None
 
     def grow(self, timeout: float = 10.0, wait: float = 0.0, size: int | None = None) -> ProcessGroup:
-        """Between two steps: let in who waits in ``symcomm.join()``. Every rank of this group calls it.
+        """Between two steps: let in the processes that wait in ``symcomm.join()``. Every rank of this group calls it.
 
-        Returns a new group, members first in their old order, then the newcomers; this very group when nobody waits, or
+        Returns a new group, members first in their old order, then the newcomers; this very group when none waits, or
         when a newcomer fails to come in within ``timeout`` seconds (it is then dropped, with a warning). The answer is
         the same on every rank. ``wait``: seconds to wait for newcomers, until there is one, or ``size`` ranks in all;
         no more than ``size`` are let in."""

@@ -1,9 +1,9 @@
 """Groups whose members come and go: each ``reconfigure`` names who is in the group from then on.
 
-Every process that may be a member has a handle (membership/handles.py). Callers bring the handles together by whatever
-they have. Then all members of the new group call ``reconfigure`` with the same uuid and the same handles. They build
-the new group, and one verdict says for all whether they go on in it (membership/replicated_round.py). Until then
-everybody keeps the old group."""
+Every process that may be a member has a handle (membership/handles.py). Programs exchange the handles by any means.
+Then all members of the new group call ``reconfigure`` with the same uuid and the same handles. They build the new
+group, and one verdict says for all whether they go on in it (membership/replicated_round.py). Until then each member
+keeps the old group."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class ReconfigurableGroup:
         self.handle: Handle | None = None
         self._group: ProcessGroup | None = None
         self._used: set[int] = set()
-        self._borrowed: set[str] = set()  # methods of the current group that this object has
+        self._borrowed: set[str] = set()  # methods of the current group that this object's dictionary holds
         self._busy = threading.Lock()
-        self._why = EMPTY  # there is no group
+        self._why = EMPTY  # why there is no group
         self._pid = os.getpid()
 
     @classmethod
     def of(cls, group: ProcessGroup) -> ReconfigurableGroup:
-        """Let the members of a group change that was made with them."""
+        """Let the members of an existing group change."""
         found = cls(group.name, group.timeout)
         found._group = group
         return found
@@ -72,7 +72,7 @@ class ReconfigurableGroup:
         return value
 
     def _replace(self, group: ProcessGroup | None) -> ProcessGroup | None:
-        """The group before."""
+        """Make ``group`` the current one; returns the one before."""
         old, self._group = self._group, group
         while self._borrowed:
             del self.__dict__[self._borrowed.pop()]
@@ -97,7 +97,7 @@ class ReconfigurableGroup:
         return self.handle
 
     def reconfigure(self, uuid: int, handles: Collection[str], timeout: Timeout = None) -> ProcessGroup:
-        """The processes with these handles form the group from now on; each of them calls this, alike.
+        """The processes with these handles form the group from now on. Each of them calls this with the same arguments.
 
         ``uuid``: a number that was never used before. ``handles``: a list gives ranks by position; a set lets them be
         chosen. Either all members go on in the new group, which is returned, or none does and all are told why:
@@ -123,14 +123,14 @@ class ReconfigurableGroup:
         if uuid in self._used:
             refusal = errors.bad_argument("reconfigure", "uuid", uuid, "a fresh one each time", "it was already used")
             told = f"uuid {uuid} was already used by rank {round_.index}; pass a fresh one each time"
-            round_.refuse(errors.BadArgumentError(told))  # the others may not know it, and would wait for us
+            round_.refuse(errors.BadArgumentError(told))  # the others may not know that, and would wait for this rank
             raise refusal
         self._used.add(uuid)
         try:
             group = round_.build(self._make)
-        except errors.SymcommError as unknown:  # what the others do
+        except errors.SymcommError as unknown:  # this rank does not know what the others do
             if (old := self._replace(None)) is not None:
-                old.leave("was left: what its members were reconfigured to is not known here")
+                old.leave("was left: this rank could not learn which group its members are in")
             self._why = f"has no members: {str(unknown).rstrip('.')}"
             raise
         if round_.why != GO:
@@ -172,7 +172,7 @@ class ReconfigurableGroup:
             self._group.set_timeout(timeout)
 
     def destroy(self) -> None:
-        """Leave the group for good. Handles of this process lead nowhere from now on."""
+        """Leave the group for good. Its handle cannot be used from now on."""
         old = self._replace(None)
         if old is not None:
             old.destroy()

@@ -1,8 +1,8 @@
 """A call that one rank refuses, for a reason that only it can know, is refused on all.
 
-Others would wait for that rank: its argument is wrong, its object cannot be pickled, it has no memory for the plan. So
-the rank takes the operation's number, says what was wrong, and raises at once; the others find that instead of its
-arrival, and raise ``CallRefusedError``. The group goes on with the next number.
+Its argument is wrong, its object cannot be pickled, or it has no memory for the plan; the others would wait for it. So
+the rank takes the operation's number, says what was wrong, and raises at once. The others find its words where they
+expected its arrival, and raise ``CallRefusedError``. The group goes on with the next number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import format_ranks
 
-# What the others know already, or learn another way.
+# Errors that the others know already, or learn of another way.
 _SHARED = (
     errors.PeerError, errors.DeadlineError, errors.CollectiveMismatchError, errors.GroupUnusableError,
     errors.CallRefusedError, errors.OutputRefusedError,  # that rank took part
@@ -24,8 +24,8 @@ _MARK = "_symcomm_settled"
 
 
 class Refusals:
-    """``with Refusals(group):`` around what a call does before ranks meet. What is raised there is told to the others,
-    once, wherever such blocks are inside each other."""
+    """``with Refusals(group):`` around what a call does before ranks meet. An error there is told to the others, once,
+    also where such blocks are nested."""
 
     __slots__ = ("_group",)
 
@@ -42,7 +42,7 @@ class Refusals:
 
 
 def settled(error: Exception) -> Exception:
-    """``error`` is no refusal: all ranks raise it, or it comes after they have met."""
+    """Mark ``error`` as no refusal: all ranks raise it, or it comes after they have met."""
     with contextlib.suppress(AttributeError):  # a class without a dictionary
         setattr(error, _MARK, True)
     return error
@@ -62,7 +62,7 @@ class Settled:
 
 
 def pack(rank: int, error: BaseException, site: str) -> bytes:
-    """What a rank tells the others, within the bytes there are for it."""
+    """The words of a rank that refuses, cut to the bytes that there are for them."""
     sentence = errors.text_of(error)
     sentence = sentence if isinstance(error, errors.SymcommError) else f"{type(error).__name__}: {sentence}"
     while len(told := json.dumps([rank, sentence, site]).encode()) > native.REFUSAL_BYTES:
@@ -79,8 +79,8 @@ def unpack(told: bytes) -> tuple[int, str, str]:
 
 
 def refused(what: str, told: bytes | None) -> errors.CallRefusedError:
-    """The other ranks' exception. ``what``: the call, its number and its group. ``told``: what the first rank said that
-    was found; None: that is not known any more."""
+    """The other ranks' exception. ``what``: the call, its number and its group. ``told``: the words of the first rank
+    that was seen to refuse; None: they are not known any more."""
     if told is None:
         return errors.CallRefusedError(f"{what} did not take place: another rank refused it; the group can be used.")
     rank, sentence, site = unpack(told)

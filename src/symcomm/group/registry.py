@@ -1,6 +1,6 @@
-"""Groups by name, as long as somebody holds them.
+"""Groups by name, as long as the program holds them.
 
-Where threads are ranks, a process has a group of the same name for each of them; a rank is told by its arena.
+Where threads are ranks, a process has a group of the same name for each of them; its arena tells which rank's it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _groups: weakref.WeakValueDictionary[tuple[bytes, str], ProcessGroup] = weakref.
 
 
 def add(group: ProcessGroup, name: str = "") -> None:
-    """A later group of the same name takes the name over. ``name``: another one that it is known by as well."""
+    """Register a group by its own name, or by ``name``. A later group of that name takes it over."""
     _groups[group.arena.nonce, name or group.name] = group
 
 

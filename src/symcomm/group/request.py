@@ -1,4 +1,4 @@
-"""Requests: calls of a group, checked. What is wrong with the arguments of a call is said here, for all kinds of group.
+"""Requests: calls of a group, checked. Wrong arguments are refused here, for all kinds of groups.
 
 A group says how tensors are viewed: as bytes of the host's memory (buffers.py) or of a GPU's (cuda/tensor_views.py).
 """
@@ -29,7 +29,7 @@ class Views(NamedTuple):
 
 
 class Caller(Protocol):
-    """What of a group the checks need."""
+    """What the checks need of a group."""
 
     rank: int
     size: int
@@ -74,12 +74,12 @@ class Request:
         self.inputs = inputs  # views that are read
         self.outputs = outputs  # views that are written
         self.result = result  # the tensors that a Work hands out
-        # elements: of the tensor, or of each rank's piece, or of the pieces from each to each, which may be Splits
+        # elements of the tensor, or of each rank's piece, or of the piece from each rank to each, which may be Splits
         self.sizes = sizes
         self.dtype = dtype
         self.redop = redop
         self.root = root  # or, of an operation without one, the number of logical shards (shards.py)
-        # detail, input and output by which the dispatch cache finds the call again; None: not at all
+        # detail, input and output by which the dispatch cache finds the call again; None: it is not cached
         self.key = None if redop is RedOpType.PREMUL_SUM else key
         self.call = call or name  # what errors name
         self.writes = writes and bool(outputs)  # a broadcast's root only reads its tensor, though it is an output, too
@@ -99,20 +99,20 @@ class Request:
 
     @property
     def effects(self) -> int:
-        """The same, as the dispatch cache knows it of calls of this kind."""
+        """What calls of this kind do to tensors, as flags for the dispatch cache."""
         return (native.EFFECT_WRITES if self.writes else 0) | (native.EFFECT_COPIES if self.op.copies else 0)
 
     def ask_autograd(self) -> errors.OutputRefusedError | None:
-        """What to raise in the end where autograd does not let the outputs be written; then they will not be."""
+        """The error to raise in the end where autograd refuses the outputs; the call then writes copies of them."""
         refusal = overwrite_all(self.call, self.op.outputs, self.result) if self.op.copies else None
         if refusal is not None:
             self.outputs, self.writes, self.key = [view.copy() for view in self.outputs], False, None
         return refusal
 
     def keep_apart(self, rank: int, size: int) -> None:
-        """Copy inputs that an output lies on where results would overwrite what is still to be read.
+        """Copy inputs that overlap an output where results would overwrite data that is still to be read.
 
-        In place is fine where the one is this rank's part of the other. The core looks for the same."""
+        An input that is this rank's part of the output, or the reverse, may stay. The core applies the same rule."""
         inputs, outputs, exchanges = self.inputs, self.outputs, self.op.plan == "all_to_all" and size > 1
         if not inputs or not outputs or (inputs[0] is outputs[0] and not exchanges):
             return
@@ -121,7 +121,7 @@ class Request:
             if source.address + source.nbytes <= out.address or out.address + out.nbytes <= source.address:
                 return False
             if len(inputs) > 1 or len(outputs) > 1:
-                is_mine = i == o == rank if exchanges else i | o == rank  # of one that is no list the index is 0
+                is_mine = i == o == rank if exchanges else i | o == rank  # a tensor that is in no list has index 0
                 return source.address != out.address or not is_mine
             small, large = sorted((source, out), key=lambda view: view.nbytes)
             return exchanges or small.address != large.address + rank * small.nbytes
@@ -133,7 +133,7 @@ class Request:
 
 
 def addresses_of(views: Sequence[Any], counts: Sequence[int], listed: bool | None) -> list[int]:
-    """Where a rank's pieces lie: a list of tensors, or one after the other in one."""
+    """The addresses of a rank's pieces: tensors of a list, or one after the other in a single tensor."""
     if listed or not views:
         return [view.address for view in views]
     return [views[0].address + start * views[0].dtype.itemsize for start in starts_of(counts)]
@@ -160,7 +160,7 @@ _NAMED = {name: op for op in RedOpType if op is not RedOpType.PREMUL_SUM for nam
 
 
 def plain_op(op: Any) -> Any:
-    """What the dispatch cache knows an operation by that was given by name, or is torch's; anything else as it is."""
+    """An operation that was given by name, or is torch's, as the dispatch cache knows it; anything else as it is."""
     if type(op) is RedOpType:
         return op
     if type(op) is str:
@@ -294,19 +294,19 @@ def scatter_single(group: Caller, output: Any, input: Any, root: int) -> Request
 
 # --- all to all ------------------------------------------------------------------------------------------------------
 
-Agree = Callable[["Splits"], Any]  # everybody's elements to each rank, or the same, where they are found out later
+Agree = Callable[["Splits"], Any]  # returns the elements from each rank to each, or the Splits to agree on later
 
 
 class Splits:
-    """The sizes of an all_to_all on which ranks have yet to agree: ``mine``, elements to each rank and from each."""
+    """Sizes of an all_to_all on which ranks have yet to agree. ``mine``: elements to each rank, then from each."""
 
     def __init__(self, call: str, sent: Sequence[int], got: Sequence[int]):
         self.call = call
         self.mine = array.array("q", [*sent, *got])
 
     def agreed(self, everyone: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Everybody's elements to each rank, of what all ranks said, so that each knows where in a peer's input its
-        piece lies."""
+        """The elements from each rank to each, out of what all ranks said: a rank's piece of a peer's input lies behind
+        the pieces before it."""
         width = len(self.mine)
         return check_splits(self.call, [everyone[start : start + width] for start in range(0, len(everyone), width)])
 
@@ -339,7 +339,8 @@ def barrier(_: Caller) -> Request:
 
 
 def check_splits(call: str, everyone: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Everybody's elements to each rank, out of what each says it sends and then expects; all must agree."""
+    """The elements from each rank to each. ``everyone``: what each rank sends, then what it expects; refused where two
+    ranks disagree."""
     size = len(everyone)
     for i in range(size):
         for j in range(size):
@@ -357,7 +358,7 @@ def check_splits(call: str, everyone: Sequence[Sequence[int]]) -> tuple[tuple[in
 
 
 def rooted(root: Any, op: Any) -> Any:
-    """Root and operation as one number, where both are numbers."""
+    """Root and operation as one number, or None where they are not numbers."""
     return root << 8 | op if type(root) is int and type(op) is RedOpType else None
 
 
@@ -368,7 +369,7 @@ def check_root(group: Caller, call: str, root: Any) -> None:
 
 
 def reduction_of(group: Caller, call: str, op: Any, view: Any) -> tuple[RedOpType, Any]:
-    """The operation and what to read: for PREMUL_SUM the input times its factor, in a stand-in."""
+    """(the operation, the view to read): for PREMUL_SUM, the input times its factor, in a temporary tensor."""
     redop, factor = to_redop(call, op)
     if not native.reduce_defined(view.dtype, redop):
         raise errors.bad_argument(call, "op", redop.name, f"one that is defined for {view.dtype.label}")
@@ -420,7 +421,7 @@ def _check_count(call: str, name: str, got: int, expected: int, like: str) -> No
 def _at_root(
     group: Caller, call: str, root: int, name: str, given: Any, view: Callable[..., Any], *length: int
 ) -> list[Any]:
-    """The views of what only the root gives, a list or a tensor; none elsewhere."""
+    """The views of a list or a tensor that only the root gives; none elsewhere."""
     if group.rank == root:
         views = view(call, name, given, *length)
         return views if length else [views]

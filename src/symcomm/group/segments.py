@@ -1,4 +1,4 @@
-"""A piece of every rank's memory that the other ranks of the host write to, with counted signals: what windows use."""
+"""Segments: a piece of each rank's memory that other ranks of the host write to, with counted signals. For windows."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from symcomm._core import native
 
-Shortcut = Callable[..., int | None]  # a Status; None: nothing was done, since arguments have to be looked at
+Shortcut = Callable[..., int | None]  # returns a Status; None: nothing was done, Python has to check the arguments
 TensorRef = Callable[[], Any]  # returns a tensor, or None: it is gone
 LINE = 64
 WORD = 4  # bytes of a signal count; each rank has one for every sender
 
 
 def no_tensor() -> None:
-    """Autograd need not know."""
+    """The TensorRef of a segment that autograd need not know of."""
 
 
 def owner_of(group: Any, address: int) -> int | None:
-    """The rank of ``group`` whose symmetric memory an address lies in, or None."""
+    """The rank of ``group`` in whose symmetric memory an address lies, or None."""
     for rank, peer in enumerate(group.peers):
         if peer.base <= address < peer.base + peer.nbytes:
             return rank
@@ -28,10 +28,10 @@ def owner_of(group: Any, address: int) -> int | None:
 
 
 class Segment:
-    """This rank's piece. Ranks exchange their ``info`` before they ``connect``."""
+    """This rank's piece, and ways into the others'. Ranks exchange their ``info`` before they ``connect``."""
 
     def __init__(self, group: Any, address: int, count: int, dtype: int):
-        """``count`` elements at ``address``, which lies in this rank's arena where there are any."""
+        """``count`` elements at ``address``, which lies in this rank's arena unless there are none."""
         self._group = group
         arena = group.arena
         self._words_bytes = -(-WORD * group.size // LINE) * LINE  # then one line that counts who sleeps
@@ -47,8 +47,8 @@ class Segment:
         self._window: native.Window  # once they are connected
 
     def connect(self, infos: Sequence[dict[str, Any]], tensor: TensorRef = no_tensor) -> None:
-        """``infos``: of all ranks of the group, in order. ``tensor``: this rank's, whose version is raised when it has
-        taken a signal, since others have written to it."""
+        """``infos``: of all ranks of the group, in order. ``tensor``: this rank's, whose version goes up when it takes
+        a signal, since others have written to it."""
         self._addresses = [p.base + c["offset"] for p, c in zip(self._group.peers, infos, strict=True)]
         parts = tuple(
             (address, info["count"], info["dtype"], peer.base + info["words"])
@@ -61,8 +61,8 @@ class Segment:
         return self._addresses[rank]
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
-        """put(tensor, rank, offset), signal(rank) and wait_signal(rank) with nothing but the core. The last one only
-        takes what comes within microseconds."""
+        """put(tensor, rank, offset), signal(rank) and wait_signal(rank), each a call of the core. The last one only
+        takes a signal that comes within microseconds."""
         calls = (native.window_put, native.window_signal, native.window_wait)
         return tuple(partial(call, self._window) for call in calls)  # type: ignore[return-value]
 
@@ -73,7 +73,7 @@ class Segment:
         return native.window_write(self._window, rank, start, address, nbytes)
 
     def signal(self, rank: int) -> int:
-        """Add one to what ``rank`` may take of ours. Whoever takes it sees all that was put before."""
+        """Give ``rank`` one more signal to take. When it takes it, it sees all that was put before."""
         return native.window_signal(self._window, rank)
 
     def wait_signal(self, rank: int, timeout_ns: int) -> int:

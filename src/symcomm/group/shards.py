@@ -1,9 +1,9 @@
 """Reductions over logical shards: however many ranks there are, the same numbers are added in the same order.
 
-A job has a number of logical shards, and each rank holds equally many, one after the other: a power of two. So a rank's
-are a subtree of the tree over all shards (collectives/tree.py), and the tree over ranks combines these subtrees. What a
-rank has so far, and what crosses between ranks, is kept in the type in which values are combined (floats of 8 and 16
-bits: float32), and is rounded once, at the end.
+A job has a number of logical shards. Each rank holds equally many, a power of two, one after the other. So a rank's
+shards are a subtree of the tree over all shards (collectives/tree.py), and the tree over ranks combines these subtrees.
+Partial results, also those that ranks exchange, stay in the type in which values are combined (float32 for floats of 8
+and 16 bits) and are rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _memory(count: int, dtype: DType) -> Any:
 
 
 class PairwiseReduction:
-    """Combines what comes, one after the other, as a tree. It keeps one buffer for each power of two in what came."""
+    """Combines tensors that come one after the other, as a tree. Keeps one buffer per power of two in their number."""
 
     def __init__(self, dtype: DType, op: RedOpType, count: int):
         self.dtype, self.count = dtype, count
@@ -43,18 +43,16 @@ class PairwiseReduction:
         self._op = op
         self._waiting: list[tuple[int, Any]] = []  # (how many are combined in it, buffer)
         self._free: list[Any] = []
-        self.came = 0
 
     def _put(self, to: int, source: int) -> None:
-        """``source`` in the type in which values are combined."""
+        """Copy ``source``, into the type in which values are combined."""
         if self.kept is not self.dtype:
             native.widen(self.dtype, to, source, self.count)
         elif to != source:
             ctypes.memmove(to, source, self.count * self.dtype.itemsize)
 
     def add(self, source: int) -> None:
-        """One that is not the last. ``source``: its address; it may change afterwards."""
-        self.came += 1
+        """Take one that is not the last. ``source``: its address; the memory may change afterwards."""
         number = 1
         if self._waiting and self._waiting[-1][0] == 1 and self.kept is self.dtype:  # no need to copy it first
             number, buffer = 2, self._waiting.pop()[1]
@@ -70,7 +68,7 @@ class PairwiseReduction:
         self._waiting.append((number, buffer))
 
     def end(self, source: int, to: int) -> None:
-        """The last one; what all have become goes to ``to``. It may be where the last one lies."""
+        """Take the last one, and write the result to ``to``, which may be the same address."""
         if self.kept is not self.dtype or not self._waiting:
             self._put(to, source)
             source = to
@@ -79,14 +77,13 @@ class PairwiseReduction:
             self._combine(to, ctypes.addressof(left), source)
             self._free.append(left)
             source = to
-        self.came = 0
 
     def _combine(self, to: int, left: int, right: int) -> None:
         native.reduce(self.kept, self._op, to, [left, right], self.count)
 
 
 class Total(Buffer):
-    """What ranks combine, in the type in which they do. When that is done, it becomes the output."""
+    """What ranks combine, in the type in which they do; ``finish()`` turns it into the output."""
 
     __slots__ = ("divide_by", "out")
 
@@ -108,7 +105,7 @@ class Total(Buffer):
 
 
 class ShardCaller(Caller, Protocol):
-    """What of a group these checks need."""
+    """What these checks need of a group."""
 
     pending: Any
 
@@ -121,14 +118,14 @@ class _Call:
         self._expected = len(share_of(call, "shards", shards, group.rank, group.size))
         out = self._out = group.views.write(call, "output", output)
         redop, _ = to_redop(call, op)
-        # between ranks: factors and the division are not their business
+        # between ranks: factors have been applied, and finish() divides
         self.sums = RedOpType.SUM if redop in (RedOpType.AVG, RedOpType.PREMUL_SUM) else redop
         self.total = Total(out, kept_dtype(out.dtype, redop), shards if redop is RedOpType.AVG else 1)
 
     def combine(self, inputs: Any, into: Buffer) -> None:
-        """This rank's shards."""
+        """Combine this rank's shards."""
         if not isinstance(inputs, Iterable) or hasattr(inputs, "shape"):
-            raise errors.wrong_type(self._call, "inputs", inputs, "a list of tensors, or what makes them one by one")
+            raise errors.wrong_type(self._call, "inputs", inputs, "a list or an iterator of tensors")
         if isinstance(inputs, Sized):
             self._check_number(len(inputs), len(inputs))
         reduction = PairwiseReduction(self._out.dtype, self.sums, into.count)

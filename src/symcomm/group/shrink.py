@@ -1,4 +1,4 @@
-"""shrink() on one host: survivors agree in shared memory, and vote with where their part of the new group lies."""
+"""shrink() on one host. Survivors agree in shared memory; a vote says where the rank's part of the new group lies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from symcomm.membership.succession import agree
 
 
 def check_excluded(group: Any, exclude: Collection[int]) -> None:
-    """Refuse ranks to leave out that are none, or the caller's own."""
+    """Refuse an ``exclude`` that names no rank of the group, or the caller's own."""
     if any(not isinstance(r, int) or not 0 <= r < group.size for r in exclude):
         raise errors.bad_argument("shrink", "exclude", list(exclude), f"ranks of this group, 0 to {group.size - 1}")
     if group.rank in exclude:
@@ -27,8 +27,8 @@ def check_quorum(group: Any, quorum: int | None) -> None:
 
 
 def shrink(group: Any, timeout: float, exclude: Collection[int], abort: bool) -> Any:
-    """See ProcessGroup.shrink. ``abort`` ends what other ranks still do on the group now; otherwise once everybody that
-    goes on has come."""
+    """See ProcessGroup.shrink. Operations that other ranks still have under way end now with ``abort``, otherwise once
+    all ranks that go on have come."""
     board = SharedBoard(Records(group.handle), group.rank, group.size, group.name)
     if abort:
         group.handle.abort()  # a no-op when the group has failed already

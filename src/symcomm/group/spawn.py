@@ -51,7 +51,7 @@ def spawn(
 ) -> list[Any]:
     """Run ``fn(group, *args)`` on ``n`` ranks. ``timeout`` is the group's; ``deadline`` (seconds) ends the run.
 
-    ``hosts``: ranks of each host, as if they were on several, to try out what a job does there: ``hosts=[2, 2]``.
+    ``hosts``: the number of ranks on each pretended host, to try out what a job does on several: ``hosts=[2, 2]``.
 
     Raises: the first rank's error; BadArgumentError, DeadlineError, CallerError where a script would start itself."""
     if not isinstance(n, int) or n < 1:
@@ -65,7 +65,7 @@ def spawn(
 
 
 def _hosts_of_ranks(n: int, hosts: Sequence[int] | None) -> list[str]:
-    """The host that each rank pretends to be on; empty names: where they really are."""
+    """The host that each rank pretends to be on; empty names: the real one."""
     if hosts is None:
         return [""] * n
     if any(not isinstance(k, int) or k < 1 for k in hosts) or sum(hosts) != n:
@@ -201,7 +201,7 @@ def _received_file(duplicate: Any) -> _SharedFile:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this rank when the thread that called spawn(), and waits for it, ends."""
+    """Have the kernel kill this rank when the thread that called spawn() ends."""
     parent = multiprocessing.parent_process()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent.pid:  # it was killed before that
@@ -250,7 +250,7 @@ def _spawn_processes(
 ) -> list[Any]:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise errors.CallerError(
-            "spawn: this rank's process imports the script that started it, and comes to the same call; "
+            "spawn: this rank's process imports the script that started it, and reaches the same call; "
             "put it under `if __name__ == '__main__':`, or use mode='threads'."
         )
     packed, method = _pack(fn, args)

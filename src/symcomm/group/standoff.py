@@ -1,7 +1,7 @@
-"""Two ranks that seem to wait for each other: one in a collective, the other for a message to or from it.
+"""Notices two ranks that seem to wait for each other: one in a collective, the other for a message to or from it.
 
-It is said in a warning, after a second, and in the error at the deadline. It is no error by itself: another thread of
-either rank, or a signal handler, may make the call that is missing, and no rank can know that it never will.
+A warning says so after a second, and so does the error at the deadline. It is no error by itself: another thread of
+either rank, or a signal handler, may make the missing call, and no rank can know that none ever will.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def in_collective(ranks: Sequence[int], call: str, seq: int, this_rank: str) -> 
 
 
 def format_standoff(state: GroupState, peer: int, this_rank: str = "this rank") -> str:
-    """The same, if it does; ANY_SOURCE: if all do."""
+    """The same of ``peer``, or of all others (ANY_SOURCE); empty unless they wait in a later collective."""
     report = state.handle.report()
     others = [r for r in report["ranks"] if r["rank"] != state.rank and peer in (ANY_SOURCE, r["rank"])]
     if not others or any(r["seq"] <= report["seq"] for r in others):
@@ -42,7 +42,7 @@ def format_standoff(state: GroupState, peer: int, this_rank: str = "this rank") 
 
 
 def warn(state: GroupState, message: str, words: str) -> None:
-    """``message``: what this rank waits for; ``words``: who waits in which collective meanwhile."""
+    """``message``: what this rank waits for; ``words``: which ranks wait in which collective meanwhile."""
     log.warning(
         "%s on group %r: %s, and rank %d waits for it. Unless another thread sends, receives or calls, both wait until "
         "their deadlines (this one's group: %g s).",
@@ -51,7 +51,7 @@ def warn(state: GroupState, message: str, words: str) -> None:
 
 
 def _tell(handle: Any, is_send: bool, peer: int, tag: int) -> None:
-    """The core has seen it for a second."""
+    """The core calls this after a second."""
     group = registry.of_handle(handle)
     if group is not None:
         group.on_standoff(is_send, peer, tag)

@@ -1,7 +1,7 @@
 """What the parts of a group share: who this rank is, how long its calls may take, and whether the group can be used.
 
-A group owns its executor, its messages and its hooks, which know this and not the group. The group leaves once nobody
-holds it any more; so whatever is under way holds it, too (``whole``).
+A group owns its executor, its messages and its hooks, which know this and not the group. A group that the program drops
+leaves at once; so operations under way hold it, too (``whole``).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Owner(Protocol):
     """The group."""
 
     def on_failure(self, error: errors.SymcommError) -> None:
-        """It cannot be used any more; called once."""
+        """The group cannot be used any more; called once."""
         ...
 
 
 class GroupState:
-    """One rank's, of one group. ``handle`` and ``peers`` are of the ranks of this host."""
+    """One rank's state in one group. ``handle`` and ``peers`` are of the ranks of this host."""
 
     __slots__ = (
         "_lock", "arena", "extended_ns", "failure", "handle", "letting_go", "mailbox", "name", "peers", "rank", "size",
@@ -43,12 +43,12 @@ class GroupState:
         self.rank, self.size, self.name = rank, size, name
         self.arena: Arena = current_arena()
         self.timeout_ns = timeout_ns
-        self.extended_ns = 0  # what of it is extensions
+        self.extended_ns = 0  # the part of it that extensions have added
         self.mailbox: native.Group | None = None  # the core's, while it carries all messages of a group that is usable
         self.failure: errors.SymcommError | None = None  # what ended the group, as this rank was told
-        self.letting_go: list[Callable[[], Any]] = []  # return, after a failure, once tensors are their owners' again
+        self.letting_go: list[Callable[[], Any]] = []  # after a failure, these return once no tensor is used any more
         self.watcher = Watcher()
-        self._lock = threading.RLock()  # a signal handler may need it while we do
+        self._lock = threading.RLock()  # a signal handler may take it while its thread holds it
 
     @property
     def timeout(self) -> float:
@@ -56,7 +56,7 @@ class GroupState:
         return self.timeout_ns / 1e9
 
     def change_timeout(self, nanoseconds: int) -> None:
-        """From now on calls that do not say otherwise may take so long."""
+        """Set how long calls may take that do not say otherwise."""
         self.timeout_ns = nanoseconds
         if self.mailbox is not None:  # calls that go from the facade straight to the core
             self.mailbox.set_timeout(nanoseconds)
@@ -85,7 +85,7 @@ class GroupState:
         abort hooks are told once, whichever way the failure was found."""
         with self._lock:
             first = describe() if self.failure is None else None
-            if first is not None:  # which holds its frames once it is raised, and they the caller's tensors
+            if first is not None:  # a copy, since an error that was raised holds frames, and these the caller's tensors
                 self.end(copy.copy(first))
         self.let_go()
         if first is None:
@@ -111,11 +111,11 @@ class GroupState:
             self.failure, self.mailbox = why, None
 
     def let_go(self) -> None:
-        """Return once no tensor of any of this rank's calls is used any more: the group has failed."""
+        """After a failure: return once no tensor of this rank's calls is used any more."""
         for return_when_unused in list(self.letting_go):
             return_when_unused()
 
     def after_fork(self) -> None:
-        """In a forked child, which is not the rank: it cannot use the group, whatever the parent's threads held."""
+        """In a forked child, which is not the rank: make the group unusable, whatever locks the parent held."""
         self._lock = threading.RLock()
         self.failure, self.mailbox = errors.forked(self.failure), None

@@ -1,9 +1,9 @@
-"""Where torch's objects keep a few words that the core reads at every call.
+"""Finds where torch's objects keep a few words that the core reads at every call.
 
-torch tells them to whoever asks, but a question costs as much as a small operation: most of a microsecond for four of
-them. So each place is found once a process, by asking torch about a few objects that differ and looking where in their
-memory the answers stand. A place that is not found beyond doubt is not used; the core then asks, or leaves the call to
-Python. The memory is read through the kernel, so that a wrong guess is an error and not a crash.
+Asking torch for them costs as much as a small operation: most of a microsecond for four questions. So this module finds
+each place once per process. It asks torch about a few objects that differ, and looks where in their memory the answers
+stand. A place that is in doubt is not used; the core then asks torch, or leaves the call to Python. The memory is read
+through the kernel, so that a wrong guess is an error and not a crash.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ WORD = 8
 OBJECT_BYTES = 256  # of a C++ object to look at; torch's tensors have less than 200
 MEMORY = "/proc/self/mem"
 
-# Of the C++ object; in it keys, offset; keys of plain tensors; the version counter, and in that the number: both are -1
-# where they are not found.
+# Places of the C++ object in the Python object, and of keys and storage offset in the C++ object. The keys of plain
+# tensors. Places of the version counter and of the number in it, both -1 where they are not found.
 TensorLayout = tuple[int, int, int, tuple[int, ...], int, int]
 
 
 def read_memory(address: int, nbytes: int) -> bytes:
-    """As much of it as there is. Raises OSError where there is none, or where the kernel does not show it."""
+    """``nbytes`` of memory, or as many as are mapped. Raises OSError if none are, or the kernel does not show them."""
     with open(MEMORY, "rb", buffering=0) as memory:
         return os.pread(memory.fileno(), nbytes, address)
 
 
 def places_of(samples: Iterable[tuple[bytes, int]], width: int = WORD) -> list[int]:
-    """Where in all of these pieces of memory the number that belongs to each stands."""
+    """The places at which each of these pieces of memory holds the number that belongs to it."""
     found: set[int] | None = None
     for memory, number in samples:
         at = {
@@ -43,12 +43,12 @@ def places_of(samples: Iterable[tuple[bytes, int]], width: int = WORD) -> list[i
 
 
 def pointed_to(thing: Any, at: int) -> bytes:
-    """The beginning of what the pointer at this place of a Python object points to."""
+    """The first bytes behind the pointer that a Python object has at this place."""
     return read_memory(int.from_bytes(read_memory(id(thing) + at, WORD), "little"), OBJECT_BYTES)
 
 
 def _samples(torch: Any) -> tuple[list[Any], list[Any]]:
-    """(tensors that are what their memory holds, others)"""
+    """(tensors whose memory holds their values, others)"""
 
     def empty(*shape: int, dtype: Any = torch.float32, device: str = "cpu") -> Any:
         return torch.empty(*shape, dtype=dtype, device=device)
@@ -65,7 +65,7 @@ def _samples(torch: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _without_modes(torch: Any) -> contextlib.ExitStack:
-    """Whatever the caller is in the middle of."""
+    """Suspends the modes of torch that the caller is in."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     stack = contextlib.ExitStack()
@@ -75,7 +75,7 @@ def _without_modes(torch: Any) -> contextlib.ExitStack:
 
 
 def gpu_keys(torch: Any, device: int) -> tuple[int, ...]:
-    """The dispatch keys of tensors on a GPU that are what their memory holds: ordinary ones and inference mode's."""
+    """The dispatch keys of GPU tensors whose memory holds their values: ordinary ones and inference mode's."""
     keys = []
     with _without_modes(torch):
         for inference in (False, True):
@@ -104,7 +104,7 @@ def _find(torch: Any) -> TensorLayout | None:
     object_at = places_of(in_python)
     keys_at = places_of([(memory, keys(t)) for memory, t in zip(objects, every, strict=True)])
     start_at = places_of([(memory, t.storage_offset()) for memory, t in strided])
-    known = {keys(t) for t in plain}  # of ordinary ones and of inference mode's
+    known = {keys(t) for t in plain}  # two: of ordinary tensors and of inference mode's
     sound = len(known) == 2 and not known & {keys(t) for t in others}
     if not sound or not (len(object_at) == len(keys_at) == len(start_at) == 1):
         return None
@@ -113,7 +113,7 @@ def _find(torch: Any) -> TensorLayout | None:
 
 # --- what autograd looks at -----------------------------------------------------------------------------------------
 
-VERSIONS = (3, 211, 57, 402)  # of tensors to look for: no two alike, and none that is likely to stand there anyway
+VERSIONS = (3, 211, 57, 402)  # given to tensors and then looked for: all different, and unlikely to be there by chance
 COUNTER_BYTES = 64
 
 
@@ -132,8 +132,8 @@ def _behind_pointers(tensor: Any) -> dict[int, bytes]:
 
 
 def _find_version(torch: Any) -> tuple[int, int]:
-    """Where the pointer to the counter is, and the number in the counter. Views share it; inference mode's tensors have
-    none."""
+    """(the place of the pointer to the counter, that of the number in the counter). Views share the counter; inference
+    mode's tensors have none."""
     with torch.inference_mode(False), torch.no_grad():
         tensors = [torch.zeros(3, device="cpu") for _ in VERSIONS]
         for tensor, version in zip(tensors, VERSIONS, strict=True):
@@ -153,8 +153,8 @@ def _find_version(torch: Any) -> tuple[int, int]:
 
 
 def asks_requires_grad(torch: Any) -> int:
-    """The address of the C++ function that says whether the tensor of a C++ object requires grad; 0: not known. Asking
-    through Python takes a tenth of a microsecond for each tensor."""
+    """The address of the C++ function that says whether a C++ tensor requires grad; 0: not known. Asking through Python
+    takes a tenth of a microsecond for each tensor."""
     try:
         library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
         function = library["_ZNK3c1010TensorImpl13requires_gradEv"]

@@ -1,4 +1,4 @@
-"""An operation that runs while the caller goes on."""
+"""Work: an operation that runs while the caller goes on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from symcomm.group.failure import Site
 from symcomm.group.state import GroupState
 
 Timeout = float | timedelta | None
-FOREVER, LOOK = 0, -1  # the core's time-outs of a wait that has none, and of one that only looks
+FOREVER, LOOK = 0, -1  # the core's time-outs for a wait without one, and for one that only looks
 LONGEST = 1 << 31  # seconds, 68 years: practically for ever, and in nanoseconds it fits in 64 bits
 
 
 class Batch:
-    """What asynchronous operations of one call have in common, given to each as its ``async_op``: after one that was
+    """Ties the asynchronous operations of one call together; each gets it as its ``async_op``. After one that is
     refused the rest does not run, on any rank."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Batch:
 
 
 def batch_of(async_op: Any) -> Any:
-    """What the core knows the batch by that an operation belongs to, or None."""
+    """The core's handle of the batch that an operation belongs to, or None."""
     return async_op.handle if isinstance(async_op, Batch) else None
 
 
@@ -42,7 +42,7 @@ def to_ns(call: str, timeout: float | timedelta) -> int:
 
 
 def raise_late(error: BaseException | None) -> None:
-    """What a wait that gave up found: an operation before may have been the first to be late, and to say so."""
+    """After a wait gave up: raise a DeadlineError also if an earlier operation was late first, and ended the group."""
     late = error.__cause__ if isinstance(error, errors.GroupUnusableError) else None
     if isinstance(late, errors.DeadlineError):
         raise errors.DeadlineError(str(error), late.missing) from late
@@ -57,7 +57,7 @@ def _new_future() -> Any:
 
 
 class Outcome:
-    """How a work that knows its error has ended."""
+    """How a work has ended that knows its error."""
 
     _error: BaseException | None
     is_completed: Callable[[], bool]
@@ -73,7 +73,7 @@ class Outcome:
 class Work(native.Request, Outcome):
     """What ``async_op=True`` returns. ``wait()`` blocks until the operation is done and raises if it failed.
 
-    The core knows what it stands for, and what it holds until it has ended.
+    The core keeps the operation that it stands for, and what it holds until that has ended.
 
     Raises: what the operation failed with; DeadlineError from ``wait(timeout)``."""
 
@@ -118,7 +118,7 @@ class Work(native.Request, Outcome):
                 self._lock.release()
 
     def writes(self, copied: Buffer) -> bool:
-        """Whether the operation may change what that is a copy of."""
+        """Whether the operation may change the tensor that ``copied`` is a copy of."""
         outputs = self.outputs
         if outputs is None:  # the core queued it alone, and looked at the tensors itself
             outputs = [write_buffer(self.call, "output", tensor) for tensor in self.results]
@@ -159,8 +159,8 @@ class Work(native.Request, Outcome):
         return True
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Block until done. True, or the operation's exception. When ``timeout`` passes first, the operation fails with
-        a DeadlineError on every rank that has not done it, and so does the group: as if the call had had that time."""
+        """Block until done; returns True, or raises what the operation failed with. If ``timeout`` passes first, it and
+        the group fail with a DeadlineError on every rank that has not done it, as at the call's own time-out."""
         if not timeout and self._finish():
             return True
         given = to_ns("wait", timeout) if timeout else None
@@ -228,7 +228,7 @@ class FollowingWork(Work):
     _refusal: BaseException | None = None
 
     def refuse(self, error: BaseException) -> None:
-        """It does not take place, and this is why."""
+        """The operation does not take place; ``error`` says why."""
         self._refusal = error
 
     def _copy_out(self, status: int) -> None:
