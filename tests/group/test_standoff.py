@@ -26,11 +26,11 @@ class Heard(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.leader_links: list[str] = []
+        self.warnings: list[str] = []
         self.some = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.leader_links.append(record.getMessage())
+        self.warnings.append(record.getMessage())
         self.some.set()
 
 
@@ -77,7 +77,7 @@ def test_both_sides_are_named_after_a_second_and_at_the_deadline(how: str):
         f"receive from {who}, tag 7, on group 'world' timed out after 1.6 s: the other side did not come: "
         "rank 0 waits in all_reduce(float32 x 4, SUM) #2, which this rank has not called. The group can still be used."
     )
-    (line,) = heard.leader_links
+    (line,) = heard.warnings
     assert line.startswith(
         f"receive from {who}, tag 7, on group 'world': rank 0 waits in all_reduce(float32 x 4, SUM) #2, "
         "which rank 1 has not called, and rank 1 waits for it"
@@ -107,7 +107,20 @@ def _another_thread_sends(g: ProcessGroup, heard: Heard) -> list[float]:
 def test_a_program_whose_other_thread_sends_is_not_refused():
     with hearing() as heard:
         assert on_threads(_another_thread_sends, heard) == [[3.0], [1.0, 2.0, 3.0, 3.0]]
-    assert len(heard.leader_links) == 1
+    assert len(heard.warnings) == 1
+
+
+def _under_a_name_taken_over(g: ProcessGroup, heard: Heard) -> list[float]:
+    later = g.new_group([0, 1], name=g.name)
+    result = _another_thread_sends(g, heard)
+    later.destroy()
+    return result
+
+
+def test_a_group_is_spoken_of_whose_name_a_later_one_has():
+    with hearing() as heard:
+        assert on_threads(_under_a_name_taken_over, heard) == [[3.0], [1.0, 2.0, 3.0, 3.0]]
+    assert len(heard.warnings) == 1
 
 
 def _is_late(g: ProcessGroup) -> str:
@@ -139,4 +152,4 @@ def _is_only_slow(g: ProcessGroup, slow: threading.Event) -> None:
 def test_a_sender_that_is_only_late_is_not_spoken_of():
     with hearing() as heard:
         on_threads(_is_only_slow, threading.Event())
-    assert heard.leader_links == []
+    assert heard.warnings == []

@@ -77,10 +77,8 @@ class CustomCall:
                 if buffer.dtype != plan.dtype:
                     self._refuse(f"{name}[{i}]", buffer.dtype.label, f"of the plan's dtype, {DType(plan.dtype).label}")
         for (space, index), nbytes in reach.items():
-            is_mine, name = (
-                space in (Space.IN, Space.OUT),
-                ("inputs" if space in (Space.IN, Space.PEER_IN) else "outputs"),
-            )
+            is_mine = space in (Space.IN, Space.OUT)
+            name = "inputs" if space in (Space.IN, Space.PEER_IN) else "outputs"
             tensors, i = named[name], index if is_mine else 0
             if i >= len(tensors):
                 self._refuse(name, f"{len(tensors)} tensors", f"at least {i + 1}, which the plan uses")

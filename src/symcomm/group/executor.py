@@ -254,9 +254,7 @@ class LocalExecutor(HostExecutor):
         if state.failure is not None:
             state.check_usable()
         if async_op:
-            return self._submit(
-                call, plan, buffers, written, result, (ins, outs), timeout_ns, batch_of(async_op)
-            )  # fmt: skip
+            return self._submit(call, plan, buffers, written, result, (ins, outs), timeout_ns, batch_of(async_op))
         started = time.monotonic()
         status = state.handle.run(plan, ins, outs, timeout_ns, self.site_number(3), written)
         if status:

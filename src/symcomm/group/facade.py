@@ -176,7 +176,7 @@ class GroupCalls:
     # --- copies -----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None) -> Any:
-        """Everybody's ``tensor`` becomes ``root``'s.
+        """Every rank's ``tensor`` becomes ``root``'s.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
@@ -346,7 +346,7 @@ class GroupCalls:
         return self._go_on(status, request.barrier, (), async_op, timeout) if status else None
 
     def all_gather_bytes(self, item: bytes, timeout: Timeout = None) -> list[bytes]:
-        """Everybody's bytes, of any length, in rank order."""
+        """All ranks' bytes, of any length, in rank order."""
         call = "all_gather_bytes"
         with Refusals(self):
             gather = self.executor.all_gather_array
@@ -364,7 +364,7 @@ class GroupCalls:
         self.messages.send(tensor, peer, tag, timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
-        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank.
+        """Fill ``tensor`` from ``peer`` (or from the first rank that sends); returns the sender's rank.
 
         Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
         return self.messages.recv(tensor, peer, tag, timeout)

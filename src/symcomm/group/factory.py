@@ -10,10 +10,11 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from symcomm import errors
 from symcomm.collectives.select import Limits
 from symcomm.group.local import LocalGroup, tell_of_long_waits
 from symcomm.group.meeting import meet
-from symcomm.group.process_group import DEFAULT_TIMEOUT, check_rank
+from symcomm.group.process_group import DEFAULT_TIMEOUT
 from symcomm.group.work import Timeout, to_ns
 from symcomm.memory.share import Exchange, naming_shortages
 
@@ -33,7 +34,8 @@ def make_group(
     """A group of ``size`` ranks that reach each other through ``exchange``; all of them call this at once.
 
     A LocalGroup, or a HierarchicalGroup with the same methods. ``engine`` names what carries data between hosts."""
-    check_rank(rank, size)
+    if not 0 <= rank < size:
+        raise errors.bad_argument("ProcessGroup", "rank", rank, f"0 to {size - 1}")
     tell_of_long_waits()
     members = list(range(size) if global_ranks is None else global_ranks)
     seconds = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout) / 1e9

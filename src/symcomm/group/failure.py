@@ -192,8 +192,7 @@ def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) 
         how = how_rank_ended(peer, pid, status)
         return words.ranks_gone(f"{text} failed on rank {group.rank}: {how}", [peer], None)
     if status == Status.TIMEOUT:
-        lives = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
-        return errors.deadline(text, seconds, missing=[peer], fix=lives)
+        return words.peer_late(text, seconds, peer, pid)
     if group.failure is not None:
         return group.unusable_error()
     return errors.GroupUnusableError(f"{text} failed: the group was aborted or an operation on it failed before.")

@@ -47,6 +47,12 @@ def timed_out(
     return error
 
 
+def peer_late(what: str, seconds: float, peer: int, pid: int) -> errors.DeadlineError:
+    """A wait for one rank, which lives, has reached its deadline."""
+    fix = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
+    return errors.deadline(what, seconds, missing=[peer], fix=fix)
+
+
 def list_calls(sides: dict[str, list[int]]) -> str:
     """``sides``: call -> the ranks that made it."""
     return "; ".join(

@@ -77,7 +77,7 @@ def close(group: ProcessGroup, why: str = "the job is over; there is nothing to 
     """Tell newcomers, also later ones, that no group will take them in.
 
     Raises: CallerError for a group without a store."""
-    with contextlib.suppress(errors.PeerError, errors.DeadlineError):  # a store that is gone takes nobody in either
+    with contextlib.suppress(errors.PeerError, errors.DeadlineError):  # a store that is gone lets no newcomer in either
         join_queue_of(group).store.set("closed", why)
 
 

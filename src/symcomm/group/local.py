@@ -20,6 +20,7 @@ from symcomm.group.meeting import Meeting, meet_again
 from symcomm.group.p2p import LocalMessages
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.refusal import settled
+from symcomm.group.standoff import format_message, format_standoff, warn
 from symcomm.group.work import Timeout
 from symcomm.memory.arena import Arena, current_arena
 from symcomm.memory.share import Exchange, GroupNotBuilt
@@ -40,9 +41,18 @@ def _locate() -> int:
     return current_arena().flight.site(call_site())
 
 
+def _group_of(handle: native.Group) -> LocalGroup | None:
+    return next((group for group in list(_living) if group.handle is handle), None)
+
+
 def _wait_lasts(handle: native.Group, *facts: Any) -> float:
-    group = next((g for g in list(_living) if g.handle is handle), None)
+    group = _group_of(handle)
     return group.on_long_wait(call_site(), *facts) if group is not None else 0.0
+
+
+def _stands_off(handle: native.Group, is_send: bool, peer: int, tag: int) -> None:
+    if (group := _group_of(handle)) is not None:
+        group.on_standoff(is_send, peer, tag)
 
 
 def tell_of_long_waits() -> None:
@@ -51,6 +61,7 @@ def tell_of_long_waits() -> None:
 
 
 native.use_call_site_callback(_locate)
+native.use_deadlock_callback(_stands_off)
 native.use_whereabouts_callback(hooks.where_am_i)
 atexit.register(native.refuse_whereabouts)
 _living: weakref.WeakSet[LocalGroup] = weakref.WeakSet()
@@ -159,6 +170,11 @@ class LocalGroup(ProcessGroup):
 
     def on_long_wait(self, site: Any, *facts: Any) -> float:
         return hooks.waits(self, site, *facts)
+
+    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
+        """For a second, ``peer`` has waited in a collective and this rank for a message; the core calls this."""
+        if words := format_standoff(self.state, peer, f"rank {self.rank}"):
+            warn(self.state, format_message(is_send, peer, tag), words)
 
     def describe(self, description: str) -> None:
         self.arena.flight.describe_group(self._recorded_as, description)

@@ -18,7 +18,7 @@ from symcomm.errors import format_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.chains import Continuation, continued
 from symcomm.group.failure import Site, Status, call_site
-from symcomm.group.standoff import ANY_SOURCE, format_message, format_standoff, warn
+from symcomm.group.standoff import ANY_SOURCE, format_message, format_standoff
 from symcomm.group.state import GroupState
 from symcomm.group.work import LOOK, Outcome, Timeout, to_ns
 from symcomm.types import DType
@@ -252,11 +252,6 @@ class Messages(ABC):
         view, call = (read_buffer, "send") if message.is_send else (write_buffer, "recv")
         work = MessageWork(self.state, message, view(call, "tensor", message.tensor), call_site(2))
         return work.failure_of(outcome, self.state.timeout_ns)
-
-    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
-        """For a second, ``peer`` has waited in a collective and this rank for a message; the core calls this."""
-        if words := format_standoff(self.state, peer, f"rank {self.state.rank}"):
-            warn(self.state, format_message(is_send, peer, tag), words)
 
     def after_fork(self) -> None:
         """In a forked child: a thread of the parent may have held a lock."""

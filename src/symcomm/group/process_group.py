@@ -42,11 +42,6 @@ LEAVE_WAIT = 5.0  # seconds for the others to leave before the rank that serves 
 WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked for
 
 
-def check_rank(rank: int, size: int) -> None:
-    if not 0 <= rank < size:
-        raise errors.bad_argument("ProcessGroup", "rank", rank, f"0 to {size - 1}")
-
-
 def _check_name(call: str, name: Any) -> None:
     if not isinstance(name, str):
         raise errors.wrong_type(call, "name", name, "a str")
@@ -78,7 +73,6 @@ class ProcessGroup(GroupCalls, HookMethods):
     def __init__(
         self, rank: int, size: int, name: str, timeout: Timeout, limits: Limits | None, global_ranks: Any
     ):  # fmt: skip
-        check_rank(rank, size)
         self.rank = rank
         self.size = size
         self.name = name
@@ -323,7 +317,7 @@ class ProcessGroup(GroupCalls, HookMethods):
         self.messages.send(tensor, peer, tag, timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
-        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank.
+        """Fill ``tensor`` from ``peer`` (or from the first rank that sends); returns the sender's rank.
 
         Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
         mailbox = self.state.mailbox
@@ -334,10 +328,6 @@ class ProcessGroup(GroupCalls, HookMethods):
             if outcome is not None:
                 raise self.messages.failure_of(outcome, Message.receive(tensor, peer, tag))
         return self.messages.recv(tensor, peer, tag, timeout)
-
-    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
-        """For a second, ``peer`` has waited in a collective and this rank for a message; the core calls this."""
-        self.messages.on_standoff(is_send, peer, tag)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose failure names the ranks that did not come, and leaves the group usable.
@@ -350,7 +340,7 @@ class ProcessGroup(GroupCalls, HookMethods):
     # --- objects ----------------------------------------------------------------------------------------------
 
     def all_gather_object(self, obj: Any, timeout: Timeout = None) -> list[Any]:
-        """Everybody's object, in rank order.
+        """All ranks' objects, in rank order.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         return object_calls.all_gather_object(self, obj, timeout)
@@ -362,7 +352,7 @@ class ProcessGroup(GroupCalls, HookMethods):
         return object_calls.broadcast_object(self, obj, root, timeout)
 
     def gather_object(self, obj: Any, root: int = 0, timeout: Timeout = None) -> list[Any] | None:
-        """Everybody's object, in rank order, on rank ``root``; None elsewhere.
+        """All ranks' objects, in rank order, on rank ``root``; None elsewhere.
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         return object_calls.gather_object(self, obj, root, timeout)

@@ -31,11 +31,6 @@ def of_rank(nonce: bytes) -> list[ProcessGroup]:
     return sorted((group for (n, _), group in list(_groups.items()) if n == nonce), key=lambda group: group.name)
 
 
-def of_handle(handle: object) -> ProcessGroup | None:
-    """The group that the core knows by this handle."""
-    return next((group for group in list(_groups.values()) if group.handle is handle), None)
-
-
 def names() -> list[str]:
     """The names of this rank's groups."""
     mine = current_arena().nonce

@@ -35,7 +35,7 @@ class Segment:
         self._group = group
         arena = group.arena
         self._words_bytes = -(-WORD * group.size // LINE) * LINE  # then one line that counts who sleeps
-        self.words = arena.buffer(self._words_bytes + LINE)  # peers write to them: whoever may signal keeps them
+        self.words = arena.buffer(self._words_bytes + LINE)  # kept as long as peers may signal
         ctypes.memset(self.words, 0, len(self.words))
         self.info = {
             "offset": arena.offset_of(address, 1) if count else 0,

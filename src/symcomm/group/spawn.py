@@ -119,7 +119,7 @@ def _spawn_threads(
             if group is None:
                 meeting.barrier.abort()
             else:
-                leave_groups_of(group.arena)  # the others learn at once; what is pending here would wait for them
+                leave_groups_of(group.arena)  # tells the others at once; pending operations here would wait for them
         finally:
             if group is not None:
                 group.destroy()

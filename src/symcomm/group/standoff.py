@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
-from symcomm._core import native
 from symcomm.errors import format_ranks
-from symcomm.group import registry
 from symcomm.group.failure import describe_call
 from symcomm.group.state import GroupState
 
@@ -48,13 +45,3 @@ def warn(state: GroupState, message: str, words: str) -> None:
         "their deadlines (this one's group: %g s).",
         message, state.name, words, state.rank, state.timeout,
     )  # fmt: skip
-
-
-def _tell(handle: Any, is_send: bool, peer: int, tag: int) -> None:
-    """The core calls this after a second."""
-    group = registry.of_handle(handle)
-    if group is not None:
-        group.on_standoff(is_send, peer, tag)
-
-
-native.use_deadlock_callback(_tell)

@@ -1,4 +1,7 @@
-"""HierarchicalGroup: a group whose ranks are on several hosts, with the methods of ProcessGroup."""
+"""HierarchicalGroup: a group whose ranks are on several hosts, with the methods of ProcessGroup.
+
+This file makes the group and its parts, hands control messages to the parts, and ends the group.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ from symcomm.store.address import LOOPBACK, own_address
 Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
 ENGINE_STOP = 5.0  # seconds for an engine to stop; Gloo takes milliseconds
 
-# Who in a group is told of a control message, and by which rank it was sent.
+# The part of a group that takes each kind of control message; it is called with the sender's rank and the message.
 _RECEIVERS = {
     "clear_to_send": attrgetter("matcher.on_clear_to_send"), "refused": attrgetter("matcher.on_refused"),
     "sending": attrgetter("matcher.on_sending"), "cancelled": attrgetter("matcher.on_cancelled"),
@@ -83,7 +86,7 @@ def _leave_all() -> None:
 
 
 def _leave_first_at_exit() -> None:
-    """Before engines end, whose broken transfers would look like failures: the last handler registered runs first."""
+    """Leave before engines end: their broken transfers would look like failures. The last handler runs first."""
     atexit.unregister(_leave_all)
     atexit.register(_leave_all)
 
@@ -98,8 +101,8 @@ def _retire(
 
 
 class HierarchicalGroup(ProcessGroup):
-    """Made from what its ranks, which are on several hosts, learned of each other when they met (see group/factory.py).
-    They exchange twice more: to reach each other and map their host's arenas, and to connect the engine."""
+    """A group across hosts, made from what its ranks learned of each other when they met (see group/factory.py). They
+    exchange twice more: to reach each other and map their host's arenas, and to connect the engine."""
 
     state: HierarchicalState
     executor: HierarchicalExecutor
@@ -119,10 +122,10 @@ class HierarchicalGroup(ProcessGroup):
         self._handlers: dict[str, Handler] = {}  # of messages of the layers above, by kind
         self._has_left = False
         self._key = ""
-        self._rank_of: dict[str, int] = {}  # by the name of its control channel, which may ask during bootstrap
-        self._untold: list[str] = []  # ranks that have to hear when this one leaves
+        self._rank_of: dict[str, int] = {}  # by name of control channel; the channel may ask during bootstrap
+        self._untold: list[str] = []  # control channels of ranks that have to hear when this one leaves
         self._stopping: threading.Thread | None = None
-        self.local: Any = None  # until there is one: others may speak to this rank before
+        self.local: Any = None  # until it is made: peers' messages may arrive before that
         self.engine: Any = None
         self._bootstrap(met, engine)
 
@@ -141,7 +144,7 @@ class HierarchicalGroup(ProcessGroup):
         except BaseException as error:
             self._tell_why(met.exchange, error)
             self.control.leave(key)
-            self.control.leave(self._key, self._untold)  # or they would take this rank for dead
+            self.control.leave(self._key, self._untold)  # peers would else take this rank for dead
             raise
         _living.add(self)
         registry.add(self)
@@ -153,13 +156,13 @@ class HierarchicalGroup(ProcessGroup):
         _leave_first_at_exit()
 
     def _tell_why(self, exchange: Exchange, error: BaseException) -> None:
-        """Before the others see that this rank leaves, if it has a reason of its own."""
+        """Tell the others this rank's own reason, if it has one, before they see that it leaves."""
         tell = getattr(exchange, "give_up", None)
         if tell is not None and not isinstance(error, (errors.PeerError, errors.DeadlineError)):
             tell(error)
 
     def _meet_host(self, met: Meeting, key: str, wanted: str) -> Meeting:
-        """What all ranks tell each other once they know that there are several hosts."""
+        """All ranks exchange how they can be reached; those of this host also map each other's arenas."""
         address, across = own_address(), None
         with HostMeeting(met) as host:
             remote, here = self.control.open_endpoint(address), self.control.open_endpoint(LOOPBACK)
@@ -196,7 +199,7 @@ class HierarchicalGroup(ProcessGroup):
         local.waits, local.here = self.waits, self.layout.here
         self.handle, self.peers = self.state.handle, self.state.peers = local.handle, local.peers
         self.local = local
-        self.exposed = local.exposed  # which outlives the group while ranks of this host may write there
+        self.exposed = local.exposed  # it outlives the group while ranks of this host may write there
         with DeathWatch(self, exchange) as watch:
             self._make_engine(exchange, watch.check_all)
         parts = Parts(
@@ -225,10 +228,10 @@ class HierarchicalGroup(ProcessGroup):
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise errors.RankFailedError(
                 f"group {self.name!r}: {self.engine_name} could not connect rank {self.rank} to the others ({why}); "
-                f"a rank ended meanwhile, or the network is in the way: {network_advice(self.peer_info)}."
+                f"a rank ended meanwhile, or the network blocks them: {network_advice(self.peer_info)}."
             ) from error
         finally:
-            context.check = None  # which knows this group: an engine must not keep it alive
+            context.check = None  # it holds this group, which an engine must not keep alive
 
     def __repr__(self) -> str:
         hosts = len(self.layout.hosts)
@@ -237,11 +240,11 @@ class HierarchicalGroup(ProcessGroup):
     # --- failure ----------------------------------------------------------------------------------------------
 
     def let_go(self) -> None:
-        """After a failure, before the caller learns of it: nobody uses the caller's tensors any more."""
+        """After a failure, before the caller learns of it: return once the caller's tensors are not used any more."""
         self.await_engine()
         self.local.handle.let_go()
         self.executor.await_turn()
-        with self.cond:  # and what the control channel delivers: nothing comes after the verdict
+        with self.cond:  # wait for a message that is being delivered; none is delivered after the verdict
             pass
 
     @property
@@ -249,7 +252,7 @@ class HierarchicalGroup(ProcessGroup):
         return self.local
 
     def stop_engine(self) -> None:
-        """Abort transfers, in another thread: this one may be the channel's, or the engine's. See await_engine."""
+        """Abort transfers, in another thread: this one may be the control channel's, or the engine's."""
         if self.engine is None:
             return
         stopping = threading.Thread(target=self.engine.abort, name="symcomm-abort", daemon=True)
@@ -272,11 +275,11 @@ class HierarchicalGroup(ProcessGroup):
         return self.control.send(self._endpoints[rank], {"group": self._key, **header}, payload, timeout)
 
     def tell_known(self, rank: int, header: dict[str, Any]) -> bool:
-        """Send it only if there is a connection; never waits for one."""
+        """Send a control message if there is a connection; never waits for one."""
         return self.control.is_connected(self._endpoints[rank].nonce) and self.tell(rank, header)
 
     def tell_all(self, ranks: Iterable[int], header: dict[str, Any], timeout: float) -> None:
-        """Send a message to each of ``ranks``. Connecting may take long, so all are connected to at the same time."""
+        """Send a message to each of ``ranks``. Connects to all of them at the same time, since that may take long."""
         far = [r for r in ranks if not self.tell_known(r, header)]
         if far:
             with ThreadPoolExecutor(16, thread_name_prefix="symcomm-tell") as pool:
@@ -301,7 +304,7 @@ class HierarchicalGroup(ProcessGroup):
         return self.presence.left
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank left, or its connection to us broke."""
+        """Whether a rank left, or its connection to this one broke."""
         return self.presence.is_gone(rank)
 
     def notify(self) -> None:
@@ -337,9 +340,6 @@ class HierarchicalGroup(ProcessGroup):
         else:
             conn.close()
 
-    def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
-        self.local.on_standoff(is_send, peer, tag)
-
     def on_lost(self, nonce: str) -> None:
         if nonce in self._rank_of:
             self.notify()
@@ -356,7 +356,7 @@ class HierarchicalGroup(ProcessGroup):
         return self.state.doing
 
     def lasts(self) -> Lasting | None:
-        """What this rank is in: a collective, or else the message that it has waited for longest."""
+        """The call that this rank waits in: a collective, or else the message that it has waited for longest."""
         (seq, call, site), since = self.state.doing, self.state.since
         return Lasting(seq, f"{call} #{seq}", site, since, None) if since else self.waits.longest()
 
@@ -391,7 +391,7 @@ class HierarchicalGroup(ProcessGroup):
             return
         self._say_goodbye()
         self.failures.end()
-        if self.matcher.is_moving:  # the caller has its tensors back
+        if self.matcher.is_moving:  # the caller gets its tensors back now
             self.stop_engine()
             self.await_engine()
         self._retire()
@@ -399,7 +399,7 @@ class HierarchicalGroup(ProcessGroup):
         self.executor.pending = []
 
     def _say_goodbye(self) -> None:
-        """Tell peers that we left, and did not die."""
+        """Tell peers that this rank leaves, and does not die."""
         if self._has_left:
             return
         self._has_left = True
@@ -439,7 +439,7 @@ class HierarchicalGroup(ProcessGroup):
 
         def make(ranks: Sequence[int], exchange: Exchange) -> Any:
             smaller = self._of(ranks, exchange, f"{self.name}-shrunk", seconds)
-            smaller.set_timeout(self.timeout)  # the short one was for building it
+            smaller.set_timeout(self.timeout)  # the short deadline was for building it
             return smaller
 
         smaller = shrink(self, seconds, exclude, quorum, make)
@@ -455,7 +455,7 @@ class HierarchicalGroup(ProcessGroup):
         return sorted(self.rounds.gone())
 
     def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
-        """Ranks of other hosts are seen to end by a connection, which this makes."""
+        """Connects to the ranks of other hosts: the end of a rank is seen by the end of its connection."""
         far, begun = [r for r in ranks if r not in self.layout.here], time.monotonic()
         self.tell_all(far, {"kind": "hello"}, timeout=1.0)
         return lambda: self.rounds.check_members(ranks, begun, what)

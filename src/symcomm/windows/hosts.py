@@ -1,8 +1,8 @@
 """Windows into CPU tensors of ranks on several hosts.
 
 Ranks of one host write to each other's memory as in memory.py. A put to another host travels over the control channel,
-in frames that the channel's thread at the target copies into place. The target's program takes no part. A signal
-follows the puts on the same connection, so it arrives after them.
+in frames that the target's channel thread copies into place; the target's program takes no part. A signal follows the
+puts on the same connection, so it arrives after them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Status
+from symcomm.group.failure_words import peer_late
 from symcomm.group.segments import Shortcut, TensorRef
 from symcomm.hierarchical.frames import is_number, need
 from symcomm.hierarchical.session import ProtocolViolation
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
 
     import torch
 
-KIND = "window"  # of our messages
+KIND = "window"  # of these control messages
 FRAME = 1 << 20  # bytes of a put in one frame
 BACKLOG = 4 << 20  # bytes that may wait for a slow connection; beyond that, a put waits
 SLICE = 0.05  # seconds between checks for lost ranks
 
 
 class Arrivals:
-    """What arrived for one window of this rank. The control channel's thread writes it, with ``cond`` held."""
+    """Puts and signals that arrive for one window of this rank, in the control channel's thread, with ``cond`` held."""
 
     def __init__(self, tensor: torch.Tensor, cond: threading.Condition):
         self._address = tensor.data_ptr()
@@ -62,7 +63,7 @@ class Arrivals:
             self._cond.notify_all()
 
     def close(self) -> None:
-        """From now on, nothing is written."""
+        """Write nothing from now on."""
         with self._cond:
             self._memory = None
 
@@ -100,13 +101,13 @@ class HostsMemory(HostMemory):
         self._segment.connect([infos[r] for r in self.group.layout.here], tensor)
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
-        return no_shortcut, no_shortcut, no_shortcut  # must first look where a rank is
+        return no_shortcut, no_shortcut, no_shortcut  # a call first has to find out which host a rank is on
 
     def is_mapped(self, rank: int) -> bool:
         return self.group.layout.host_of[rank] == self.group.layout.host
 
     def _here(self, rank: int) -> int:
-        """The number of a rank of this host in this host's group."""
+        """The number in this host's group of a rank of this host."""
         return self.group.layout.local_of[rank]
 
     def _address_of(self, rank: int) -> int:
@@ -143,13 +144,13 @@ class HostsMemory(HostMemory):
         return self._stopped(rank)
 
     def _stopped(self, rank: int) -> int:
-        """Why ``rank`` will not answer any more, or OK."""
+        """A Status: why ``rank`` will not answer any more, or OK."""
         if self.group.failures.verdict is not None:
             return Status.ABORTED
         return Status.DEAD if self.group.is_gone(rank) else Status.OK
 
     def close(self) -> None:
-        """Tell all ranks how much was sent, and wait until all of it has arrived."""
+        """Ranks tell each other how many messages they sent, and wait until all of them have arrived."""
         sent = [self._sent[r] for r in range(self.group.size)]
         told = [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(sent).encode())]
         seconds = self.group.timeout
@@ -189,11 +190,10 @@ class HostsMemory(HostMemory):
         return Status.OK
 
     def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
-        """A rank that is gone ends the group, as with every call across hosts; a deadline does not."""
+        """A call's error. A rank that is gone ends the group, as in every call across hosts; a deadline does not."""
         text, pid = f"{what} on group {self.group.name!r}", self.group.peer_info[peer]["pid"]
         if status == Status.TIMEOUT:
-            fix = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
-            return errors.deadline(text, seconds, missing=[peer], fix=fix)
+            return peer_late(text, seconds, peer, pid)
         if status in (Status.DEAD, Status.LEFT):
             self.group.failures.gone([peer])
         else:
