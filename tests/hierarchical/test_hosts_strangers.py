@@ -227,7 +227,7 @@ def test_out_of_descriptors_the_door_waits(pair: Pair, caplog: pytest.LogCapture
         for fd in fillers:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert "lets nobody in for 1 s" in caplog.text and "ulimit -n" in caplog.text
+    assert "accepts no connections for 1 s" in caplog.text and "ulimit -n" in caplog.text
     assert until(lambda: channel.stats()["strangers"] == len(knocks))
     for sock in knocks:
         sock.close()
@@ -351,7 +351,7 @@ def test_ranks_of_which_only_some_have_the_token_are_told() -> None:
 
     stores = [HashStore()]
     assert set(run(rank, [1, 1])) == {
-        "groups across hosts: SYMCOMM_TOKEN is not set on rank 0, and on the others it is; "
+        "groups across hosts: SYMCOMM_TOKEN is missing on rank 0, but the others have it; "
         "set the same one on all hosts."
     }
 

@@ -46,7 +46,7 @@ def test_readers_see_the_newest_and_wait_for_the_next():
         assert board.publish(state(1)) == 1
         first = reader.newest()
         assert first is not None and is_whole(first) and reader.newest() is first
-        with pytest.raises(errors.DeadlineError, match="has put up nothing new"):
+        with pytest.raises(errors.DeadlineError, match="has published nothing new"):
             reader.wait(timeout=0.05)
         board.publish(state(2))
         assert board.publish(state(7), version=7) == 7

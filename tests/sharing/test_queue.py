@@ -165,7 +165,7 @@ def test_a_reader_may_come_before_the_writer():
             assert child.hear() == "there"
             queue.put(5)
         assert heard(child) == [5]
-    with pytest.raises(errors.DeadlineError, match="Nobody on this host has opened it"):
+    with pytest.raises(errors.DeadlineError, match="No process on this host has opened it"):
         symcomm.QueueReader(name, timeout=0.05)
 
 

@@ -1,5 +1,7 @@
-"""Deaths while a group across hosts is being made: from the moment at which its ranks can reach each other they watch
-as they do in a group's operations, and all raise the same words."""
+"""Notices deaths while a group across hosts is being made.
+
+As soon as ranks can reach each other they watch each other, as in a group's operations, and all raise the same words.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from typing import Any
 from symcomm import errors
 from symcomm.memory.share import Deadline, Exchange
 
-REDIAL = 0.5  # seconds until a rank connects to one that should have done so, and between two attempts
+REDIAL = 0.5  # seconds until a rank connects to a peer that should have connected to it, and between two attempts
 GRACE = 1.0  # seconds for a rank that left to say why
 DIAL = 1.0  # seconds for an attempt
 
 
 class DeathWatch:
-    """Of one group. From now on, waits in ``exchange`` raise as well; and while this is a context, what breaks because
-    a rank died raises which rank it was."""
+    """Watches one group's ranks. From now on, waits in ``exchange`` raise once a rank has died. Within the context, an
+    error that a death caused gives way to one that names the rank."""
 
     def __init__(self, group: Any, exchange: Exchange):
         self._group: Callable[[], Any] = weakref.ref(group)  # an exchange must not keep the group alive
@@ -26,12 +28,12 @@ class DeathWatch:
         counterparts = {r for host in group.layout.others for r in group.layout.counterparts(host)}
         self._watched = sorted(counterparts)
         for rank in self._watched:
-            if rank > group.rank:  # the other one of each pair waits for that
+            if rank > group.rank:  # the other rank of each pair waits for that
                 group.tell(rank, {"kind": "hello"}, timeout=group.timeout)
         self._redial_at = time.monotonic() + REDIAL
         if (add := getattr(exchange, "add_check", None)) is not None:
             add(self.check)
-        self.check_all = getattr(exchange, "check", self.check)  # who died, or gave up
+        self.check_all = getattr(exchange, "check", self.check)  # raises, too, once a rank has given up
 
     def __enter__(self) -> DeathWatch:
         return self
@@ -57,14 +59,14 @@ class DeathWatch:
             )
 
     def _silent(self) -> set[int]:
-        """Ranks that left a while ago. Until then they may still say why."""
+        """Ranks that left more than GRACE ago; before that, they may still say why."""
         now, left = time.monotonic(), self._group().presence.left
         for rank in left:
             self._left_at.setdefault(rank, now)
         return {rank for rank, at in self._left_at.items() if now - at > GRACE}
 
     def _redial(self) -> None:
-        """A rank that died before it said hello has no connection whose end would tell."""
+        """Connect to all: a rank that died before it said hello has no connection that would end."""
         group = self._group()
         group.tell_all([r for r in self._watched if not group.is_gone(r)], {"kind": "hello"}, timeout=DIAL)
         self._redial_at = time.monotonic() + REDIAL

@@ -1,8 +1,8 @@
-"""A connection between two ranks of different hosts: frames, and nothing that blocks.
+"""A connection between two ranks of different hosts. It carries frames, and never blocks.
 
 A frame is: length of header and payload, length of the header, header (JSON), payload, MAC. Nothing is parsed before
-the MAC is verified. Frames sent before both sides have authenticated (session.py) are queued. Sending never blocks:
-what the kernel does not take is pushed by whoever polls the socket. A payload that arrives in pieces is read straight
+the MAC is verified. Frames sent before both sides have authenticated (session.py) are queued, as are bytes that the
+kernel does not take: the thread that polls the socket pushes them. A payload that arrives in pieces is read straight
 into its final buffer.
 """
 
@@ -26,9 +26,9 @@ __all__ = ["ConnectionClosed", "Frame", "FramedConnection", "ProtocolViolation"]
 LENGTHS = struct.Struct("<II")
 LARGEST_FRAME = 1 << 24
 LARGEST_GREETING = 1 << 14  # from an unauthenticated peer
-MOST_AT_ONCE = 1 << 16  # bytes read before it is known where they belong
-PARTS_AT_ONCE = 64  # of frames that the kernel is handed at a time
-LOW_WATER_MAX = 128 << 10  # bytes of a payload that are worth waking the reader for before it is complete
+MOST_AT_ONCE = 1 << 16  # bytes read before a header says where they belong
+PARTS_AT_ONCE = 64  # parts of frames that the kernel is handed at a time
+LOW_WATER_MAX = 128 << 10  # bytes of an incomplete payload that are worth waking the reader for
 
 Frame = tuple[dict[str, Any], "bytes | bytearray"]
 
@@ -41,8 +41,8 @@ class _PartialFrame:
 
 
 class FramedConnection:
-    """``peer``: the name of the peer's control channel; None until an incoming connection has authenticated. One
-    thread reads, any may send."""
+    """``peer``: the name of the peer's control channel; None until an incoming connection has authenticated. Only one
+    thread reads; any thread may send."""
 
     def __init__(self, sock: socket.socket, peer: str | None, session: Session):
         self.sock = sock
@@ -55,7 +55,7 @@ class FramedConnection:
         self._outbox: deque[memoryview] = deque()
         self._inbox = bytearray()
         self._partial: _PartialFrame | None = None
-        self._rest = memoryview(b"")  # where the rest of it goes
+        self._rest = memoryview(b"")  # the room for the rest of the partial frame
         self._low_water = 1
         if (greeting := session.greeting()) is not None:
             self._send_handshake(greeting)
@@ -63,7 +63,7 @@ class FramedConnection:
     # --- sending ----------------------------------------------------------------------------------------------
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> bool:
-        """False: the connection is closed, as the reader will find. ``backlog`` says what is left to push."""
+        """Queue a frame, and push. False: the connection is closed, as the reader will find, too."""
         head = json.dumps(header).encode()
         first = LENGTHS.pack(len(head) + len(payload), len(head)) + head
         with self._sending:
@@ -81,13 +81,12 @@ class FramedConnection:
         return self._push() if idle else not self.closed
 
     def _send_handshake(self, header: dict[str, Any]) -> None:
-        """A message of the handshake."""
         head = json.dumps(header).encode()
         self._outbox.append(memoryview(LENGTHS.pack(len(head), len(head)) + head))
         self._push()
 
     def push(self) -> None:
-        """Give the kernel what it takes."""
+        """Give the kernel as much as it takes."""
         with self._sending:
             self._push()
 
@@ -129,7 +128,7 @@ class FramedConnection:
     # --- receiving --------------------------------------------------------------------------------------------
 
     def receive(self) -> Iterator[Frame]:
-        """Read once, and yield the frames that are complete; then raise ConnectionClosed, if the peer hung up."""
+        """Read once, and yield the complete frames; then raise ConnectionClosed if the peer hung up."""
         if not self.session.ready and not self.handshake():
             return
         over = self._read_available()
@@ -154,7 +153,6 @@ class FramedConnection:
         return self.session.ready
 
     def _next_handshake_message(self) -> dict[str, Any] | None:
-        """The next message of the handshake."""
         if len(self._inbox) < LENGTHS.size:
             return None
         total, head = LENGTHS.unpack_from(self._inbox)
@@ -168,7 +166,7 @@ class FramedConnection:
         return parse(said)
 
     def _read_available(self) -> Exception | None:
-        """Once. Returns why nothing more will arrive, or None; what arrived before that still counts."""
+        """Read once. Returns why nothing more will arrive, or None; bytes that came before count."""
         try:
             self._read()
         except BlockingIOError:
@@ -231,7 +229,7 @@ class FramedConnection:
         return parse(head), body
 
     def _set_low_water(self, nbytes: int) -> None:
-        """Poll reports this socket as readable once so much has arrived, or a large part of it."""
+        """Have poll report the socket as readable once so many bytes are there, or a large part of them."""
         fewest = min(nbytes, LOW_WATER_MAX) or 1
         if fewest != self._low_water:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, fewest)

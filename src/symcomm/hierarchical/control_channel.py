@@ -2,8 +2,8 @@
 
 Every rank has one control channel: a listening socket, a thread, and a connection to each rank it has talked to. It
 carries the control messages of groups (message envelopes, failures) and no data, except puts into windows, for which no
-rank waits. When a process dies, the kernel closes its connections, and its peers notice at once; a host
-that vanishes is noticed by TCP keep-alive probes, which a stopped or busy process still answers.
+rank waits. When a process dies, the kernel closes its connections, and its peers notice at once. TCP keep-alive probes
+find a host that has vanished; a stopped or busy process still answers them.
 
 A peer that connects must prove that it is a rank of the job (session.py); until then it is a stranger (listener.py).
 Where its greeting names a group, the connection belongs to that group from then on (leader_links.py). Nothing received
@@ -40,7 +40,7 @@ log = logging.getLogger("symcomm.hosts")
 EARLY_FRAMES = 100_000  # buffered for groups that this rank has not built yet
 EARLY_BYTES = 256 << 20
 DIAL = 10.0  # seconds to connect to a rank
-PAST_GROUPS = 1000  # remembered, so that nothing is buffered for them
+PAST_GROUPS = 1000  # groups remembered as left, so that nothing is buffered for them
 DEFAULT_HOST_TIMEOUT = 5.0
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN)
 
@@ -58,7 +58,7 @@ def host_timeout() -> float:
 
 
 class Endpoint(NamedTuple):
-    """Where a control channel listens. ``secret``: what callers must know; empty where that is the job's token."""
+    """Where a control channel listens. ``secret``: what callers must know; empty if they must know the job's token."""
 
     nonce: str
     address: str
@@ -67,17 +67,17 @@ class Endpoint(NamedTuple):
 
 
 def check_tokens(infos: Sequence[dict[str, Any]]) -> None:
-    """All ranks have the job's token, or none has."""
+    """Refuse a job in which some ranks have a token and others have none."""
     without = [r for r, info in enumerate(infos) if not info["has_token"]]
     if without and len(without) < len(infos):
         raise errors.CollectiveMismatchError(
-            f"groups across hosts: SYMCOMM_TOKEN is not set on rank {errors.format_ranks(without)}, and on the "
-            "others it is; set the same one on all hosts."
+            f"groups across hosts: SYMCOMM_TOKEN is missing on rank {errors.format_ranks(without)}, but the others "
+            "have it; set the same one on all hosts."
         )
 
 
 def endpoint_in(info: dict[str, Any], across: bool) -> Endpoint:
-    """A rank's endpoint, taken out of what it sent at bootstrap, together with the secret."""
+    """Take a rank's endpoint, with its secret, out of what the rank sent at bootstrap."""
     nonce, address, port, secret = info["control"]
     info["control"] = ""
     return Endpoint(nonce, address, port, secret) if across else Endpoint(nonce, LOOPBACK, info["loopback"], secret)
@@ -120,7 +120,7 @@ def channel_of(arena: Arena, key: str, member: Member) -> ControlChannel:
 
 @atexit.register
 def _close_all() -> None:
-    """A thread inside the engine when the interpreter exits would crash the process."""
+    """A thread that is inside an engine when the interpreter exits would crash the process."""
     for channel in list(_channels.values()):
         if channel.pid == os.getpid():
             channel.close()
@@ -133,17 +133,17 @@ class ControlChannel:
         self._job = job_secret()
         self._secret = "" if self._job else secrets.token_hex(32)
         self.closed = False
-        self._closing = False  # the last group has left: nobody may join any more
+        self._closing = False  # the last group has left: no group may join any more
         self._host_timeout = host_timeout()
         self._epoll = select.epoll()
         self.refusals = RefusalLog()
-        self._internal_errors = 0  # errors that nobody should be able to cause
+        self._internal_errors = 0  # errors of ours, which no peer should be able to cause
         self.listener = Listener(self._epoll, self._callee, self.refusals)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._by_peer: dict[str, FramedConnection] = {}
         self._by_fd: dict[int, FramedConnection] = {}
         self._lost: set[str] = set()
-        self._banned: set[str] = set()  # for what they sent
+        self._banned: set[str] = set()  # channels that were refused for what they sent
         self._members: dict[str, weakref.ref[Any]] = {}  # a group that was forgotten goes away
         self._early: dict[str, list[tuple[str, dict[str, Any], bytes | bytearray]]] = {}
         self._early_frames = self._early_bytes = 0
@@ -160,7 +160,7 @@ class ControlChannel:
             return Endpoint(self.nonce, address, self.listener.listen(address), self._secret)
 
     def settle(self, address: str, needed: bool) -> None:
-        """Whether anybody will connect there."""
+        """``needed``: other ranks will connect there."""
         with self._lock, contextlib.suppress(OSError, ValueError):  # closed meanwhile
             self.listener.settle(address, needed)
 
@@ -183,9 +183,7 @@ class ControlChannel:
     # --- groups -----------------------------------------------------------------------------------------------
 
     def join(self, key: str, member: Member) -> bool:
-        """Deliver messages for ``key`` to ``member`` from now on, beginning with those that came early.
-
-        False: the channel is about to close."""
+        """Deliver messages for ``key`` to ``member``, first those that came early. False: the channel is closing."""
         refused: list[tuple[str, str]] = []
         with self._lock:
             if self.closed or self._closing:
@@ -203,8 +201,8 @@ class ControlChannel:
         return True
 
     def leave(self, key: str, peers: Iterable[str] = ()) -> None:
-        """The last group to leave closes the channel. ``peers`` are told by the channel's thread: the garbage collector
-        may call this while this thread is sending."""
+        """The last group to leave closes the channel. The channel's thread tells ``peers``: the garbage collector may
+        call this while its thread is sending."""
         self._unsent_byes.extend((nonce, key) for nonce in peers)
         if self._unsent_byes:
             self._wake()
@@ -299,7 +297,7 @@ class ControlChannel:
         return sent
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it wakes anyhow; closed: nobody to wake
+        with contextlib.suppress(OSError):  # full: it wakes anyhow; closed: there is no thread to wake
             self._wake_sender.send(b"!", socket.MSG_DONTWAIT)
 
     # --- the thread -------------------------------------------------------------------------------------------
@@ -312,7 +310,7 @@ class ControlChannel:
                     self.handle(fd, events)
                 except Exception:  # a bug; other connections still need the thread
                     self._internal_errors += 1
-                    log.exception("the control channel met something unforeseen. Please report it.")
+                    log.exception("the control channel met an unexpected error. Please report it.")
                     if (conn := self._by_fd.get(fd)) is not None:
                         self._refuse(conn, "led to an error")
             seconds = self.listener.expire(self._refuse)
@@ -495,5 +493,5 @@ def _name_of(conn: FramedConnection) -> str:
         host, port = conn.sock.getpeername()[:2]
         where = f"{host} port {port}"
     except (OSError, ValueError):
-        where = "somebody who is gone"
+        where = "a peer that is gone"
     return where if conn.peer is None else f"{where} (a rank)"

@@ -1,4 +1,7 @@
-"""What ranks of several hosts exchange when they build a group, and what follows from it."""
+"""Chooses the engine of a group across hosts, and refuses ranks that cannot reach each other.
+
+All ranks exchange facts when they build the group, and draw the same conclusions from them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ def agree_on_engine(infos: Sequence[dict[str, Any]]) -> str:
     if len(wanted) > 1:
         told = ", ".join(sorted(name or "none" for name in wanted))
         raise errors.CollectiveMismatchError(
-            f"groups across hosts: ranks ask for different engines ({told}); ask alike."
+            f"groups across hosts: ranks ask for different engines ({told}); ask for the same."
         )
     [name] = wanted
     if name:
@@ -23,7 +26,7 @@ def agree_on_engine(infos: Sequence[dict[str, Any]]) -> str:
         if all(name in info["engines"] for info in infos):
             return name
     raise errors.ResourceError(
-        "the ranks are on several hosts, and no engine that crosses them is on all; install torch (Gloo) or mpi4py."
+        "the ranks are on several hosts, and no engine between hosts is on all of them; install torch (Gloo) or mpi4py."
     )
 
 
@@ -43,11 +46,11 @@ def network_advice(infos: Sequence[dict[str, Any]]) -> str:
             "ranks of one machine are in different network namespaces: start their containers with --network=host, or "
             "with --ipc=host and SYMCOMM_SHARE=named on all ranks"
         )
-    return "let the network between the hosts through, or set SYMCOMM_ADDRESS to the interface that the others reach"
+    return "open the network between the hosts, or set SYMCOMM_ADDRESS to the interface that the others reach"
 
 
 def wants_wide_sums() -> bool:
-    """SYMCOMM_WIDE_SUMS: whether sums of small floats cross between hosts in float32, in which they are added."""
+    """SYMCOMM_WIDE_SUMS: whether partial sums of small floats cross between hosts as float32, as they are added."""
     value = os.environ.get("SYMCOMM_WIDE_SUMS", "")
     if value not in ("", "0", "1"):
         raise errors.bad_argument("groups across hosts", "SYMCOMM_WIDE_SUMS", value, "0 or 1")

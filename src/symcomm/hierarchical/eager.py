@@ -1,8 +1,8 @@
 """Eager collectives across hosts: the data travels with the hosts' arrival messages.
 
-Ranks of a host hand their data to their leader in shared memory; leaders exchange one message with each other host;
-and the result is shared with the host. So hosts synchronize and move everything in one trip, and every byte leaves a
-host once for each host that needs it. In the end all ranks wait for their leader: by then every rank has arrived.
+Ranks hand their data to their host's leader in shared memory. Leaders exchange one message with each other host, and
+share the result with their ranks. So hosts synchronize and move all data in one trip, and every byte leaves a host once
+for each host that needs it. At the end all ranks wait for their leader: by then every rank has arrived.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def all_reduce(op: Operation, source: int, target: int, count: int, dtype: DType
 
 
 def reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int) -> None:
-    """The leader of the root's host combines the results of all hosts, and passes the whole to the root."""
+    """The leader of the root's host combines the results of all hosts, and passes the result to the root."""
     layout, nbytes = op.layout, count * dtype.itemsize
     home = layout.host_of[root]
     result = target if layout.rank == root else op.borrow(nbytes)
@@ -44,7 +44,7 @@ def reduce(op: Operation, source: int, target: int, count: int, dtype: DType, le
 
 
 def _combine(op: Operation, source: int, target: int, count: int, levels: Levels, hosts: Sequence[int]) -> None:
-    """Into ``target`` of the leaders of ``hosts``."""
+    """Combine all ranks' values into ``target`` of the leaders of ``hosts``."""
     layout, kept = op.layout, levels.kept
     nbytes = count * kept.itemsize
     own = op.borrow(nbytes)  # the target must not change before all have arrived
@@ -94,7 +94,7 @@ def all_gather(op: Operation, source: int, targets: Sequence[int], counts: Seque
 def reduce_scatter(
     op: Operation, sources: Sequence[int], target: int, counts: Sequence[int], dtype: DType, levels: Levels
 ) -> None:
-    """A host's leader combines what all hosts have for its ranks."""
+    """Each host's leader combines the pieces that all hosts have for its ranks."""
     layout, kept, sizes = op.layout, levels.kept, [n * levels.kept.itemsize for n in counts]
     here, own = tuple(counts[r] * dtype.itemsize for r in layout.here), op.borrow(sum(sizes))
     whole, starts = _pack(op, sources, [n * dtype.itemsize for n in counts]), _addresses(own, sizes)
@@ -159,7 +159,7 @@ def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, roo
 
 
 def _pass(op: Operation, giver: int, taker: int, source: int, target: int, nbytes: int, first: bool = False) -> None:
-    """Copy from one rank of this host to another, while all wait. ``first``: as the arrival step."""
+    """Copy from one rank of this host to another, while all wait. ``first``: in the arrival step."""
     if giver == taker or not nbytes:
         op.arrive() if first else op.release()
         return
@@ -171,8 +171,8 @@ def _pass(op: Operation, giver: int, taker: int, source: int, target: int, nbyte
 def all_to_all(
     op: Operation, sources: Sequence[int], targets: Sequence[int], matrix: Callable[[int, int], int]
 ) -> None:
-    """``matrix(i, j)``: bytes that rank i has for rank j. A leader sends what its host's ranks have for others, and
-    receives what others have for them; meanwhile the ranks exchange what is for each other."""
+    """``matrix(i, j)``: bytes that rank i has for rank j. Leaders exchange the pieces between hosts; meanwhile each
+    host's ranks exchange theirs."""
     layout, me, here, away = op.layout, op.layout.rank, op.layout.here, op.layout.away
     rows = {i: [matrix(i, j) for j in away] for i in here}
     columns = {j: [matrix(i, j) for i in away] for j in here}
@@ -193,16 +193,16 @@ def all_to_all(
 
 
 def _by_receiver(op: Operation, places: Sequence[int], rows: dict[int, list[int]]) -> dict[int, bytes]:
-    """What this host's ranks, whose rows are at these places, have for each other host: one of its ranks after the
-    other, and for each in the order of senders."""
+    """The pieces of this host's ranks, whose rows are at these places, for each other host: one receiver after the
+    other, and for each receiver in the order of senders."""
     pieces = [list(map(_view, _addresses(place, row), row)) for place, row in zip(places, rows.values(), strict=True)]
-    columns = iter(zip(*pieces, strict=True))  # in the order of ranks that are away
+    columns = iter(zip(*pieces, strict=True))  # in the order of layout.away
     return {h: b"".join(piece for _ in op.layout.hosts[h] for piece in next(columns)) for h in op.layout.others}
 
 
 def _columns(op: Operation, received: dict[int, Data], columns: dict[int, list[int]]) -> Data:
-    """What ranks of other hosts have for each of this one, one after the other, and for each in the order of senders.
-    That of one host alone is in that order already."""
+    """The pieces of other hosts for this host's ranks: one receiver after the other, and for each receiver in the order
+    of senders. Those of a single host are in that order already."""
     if len(received) == 1:
         return next(iter(received.values()))
     found: dict[int, list[memoryview]] = {j: [] for j in columns}
@@ -221,7 +221,7 @@ def _columns(op: Operation, received: dict[int, Data], columns: dict[int, list[i
 
 
 def _addresses(address: int, sizes: Sequence[int]) -> list[int]:
-    """Addresses of consecutive pieces of these sizes."""
+    """The addresses of consecutive pieces of these sizes."""
     return [address + start for start in starts_of(sizes)]
 
 
@@ -251,13 +251,13 @@ def _borrow_pieces(op: Operation, sizes: Sequence[int]) -> list[int]:
 
 
 def _contiguous(op: Operation, addresses: Sequence[int], sizes: Sequence[int]) -> int:
-    """An address where all pieces fit contiguously: their own, if they are contiguous, or scratch memory."""
+    """An address where all pieces fit, one after the other: their own if they lie so, or scratch memory."""
     adjoin = all(a + n == b for a, b, n in zip(addresses, addresses[1:], sizes, strict=False))
     return addresses[0] if adjoin else op.borrow(sum(sizes))
 
 
 def _pack(op: Operation, addresses: Sequence[int], sizes: Sequence[int]) -> int:
-    """Make pieces contiguous."""
+    """The address of the pieces, made contiguous."""
     whole = _contiguous(op, addresses, sizes)
     for address, start, nbytes in zip(addresses, starts_of(sizes), sizes, strict=True):
         _copy(whole + start, address, nbytes)

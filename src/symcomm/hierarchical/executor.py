@@ -1,5 +1,6 @@
-"""How requests are executed across hosts: each becomes a signature and a body, an eager or a pipelined algorithm on the
-addresses of its tensors. Operations of a group run one after another: in their caller's thread, or in the group's."""
+"""Executes requests across hosts. A request becomes a signature, which ranks compare, and a body: an eager or a
+pipelined algorithm on the addresses of its tensors. Operations of a group run one after another, in their caller's
+thread or in the group's."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ from symcomm.hierarchical.operation import Operation, Parts, Signature
 from symcomm.hierarchical.topology import Layout
 from symcomm.hierarchical.work import HierarchicalWork, Runner
 
-LAST_STEP = 10.0  # seconds for an operation that was given up to end; it waits for no other rank any more
+LAST_STEP = 10.0  # seconds for a failed operation to end; it waits for no other rank any more
 
 Body = Callable[[Operation], None]
 
 
 class HierarchicalExecutor(HostExecutor):
-    """``parts``: what operations work with."""
+    """Runs the requests of a group across hosts. ``parts``: what operations work with."""
 
     state: HierarchicalState
 
@@ -47,7 +48,7 @@ class HierarchicalExecutor(HostExecutor):
     # --- requests ---------------------------------------------------------------------------------------------
 
     def execute(self, request: Request, async_op: Any, timeout: Timeout) -> Work | None:
-        """In the group's thread where that has something to run already."""
+        """Run the request here, or in the group's thread if that is busy already."""
         refusal, state = request.ask_autograd(), self.state
         request.keep_apart(state.rank, state.size)
         body = _BODIES[request.op.plan](self._parts.layout, request)
@@ -70,7 +71,7 @@ class HierarchicalExecutor(HostExecutor):
 
         def act() -> None:
             with self._turn:
-                if queued:  # operations before this one may have changed what was copied
+                if queued:  # operations before this one may have changed tensors that were copied
                     for buffer in buffers:
                         buffer.refresh()
                 self._operating_thread = threading.get_ident()
@@ -81,7 +82,7 @@ class HierarchicalExecutor(HostExecutor):
             for buffer in request.outputs:
                 with Settled():
                     buffer.finish()
-            if queued:  # the caller may have saved them for backward meanwhile
+            if queued:  # the caller may have saved its tensors for backward meanwhile
                 native.change_tensors(written)
 
         if not queued:
@@ -111,7 +112,7 @@ class HierarchicalExecutor(HostExecutor):
         self, call: str, signature: Signature, body: Body, seconds: float, site: Site, buffers: Any,
         batch: Batch | None,
     ) -> None:  # fmt: skip
-        """Perform one, with the turn held. ``buffers``: what ``body`` works on."""
+        """Perform an operation, with the turn held. ``buffers``: what ``body`` works on."""
         state, parts = self.state, self._parts
         state.check_usable()
         if batch is not None and batch.refused is not None:  # an operation of the same call
@@ -138,7 +139,7 @@ class HierarchicalExecutor(HostExecutor):
         operation.end()
 
     def refuse(self, error: Exception) -> None:
-        """In the turn of the next operation: here, or in the group's thread if that is busy already."""
+        """In the next operation's turn: here, or in the group's thread if that is busy already."""
         state, site = self.state, call_site(2)
         if state.failure is not None or self._operating_thread == threading.get_ident():
             return
@@ -157,7 +158,7 @@ class HierarchicalExecutor(HostExecutor):
             self.keep(work)
 
     def _tell_refusal(self, told: bytes, words: str, site: int) -> None:
-        """To the ranks of this host, whose first step finds it, and to the leaders of the others."""
+        """Tell the ranks of this host, whose first step finds it, and the leaders of the others."""
         state = self.state
         seq = state.doing[0] + 1
         state.doing = (seq, "a call that it refused", words)
@@ -169,11 +170,11 @@ class HierarchicalExecutor(HostExecutor):
 
     @property
     def is_operating(self) -> bool:
-        """Whether a thread of this rank performs an operation, or will without being asked."""
+        """Whether a thread of this rank performs an operation, or has one queued."""
         return bool(self._operating_thread) or any(not work.settled for work in list(self.pending))
 
     def await_turn(self) -> None:
-        """After a failure: return when what another thread performs has ended."""
+        """After a failure: return when the operation that another thread performs has ended."""
         if self._turn.acquire(timeout=LAST_STEP):
             self._turn.release()
 

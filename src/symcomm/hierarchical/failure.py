@@ -1,8 +1,8 @@
 """Failures of a group across hosts, described the same on every rank.
 
-A rank that cannot go on asks all others what they are doing, describes the failure once, and broadcasts it; every rank
-raises the first description that reaches it. A rank that died is reported by its own host, where the kernel knows how
-it ended; a host that vanished, by the others.
+A rank that cannot go on asks all others what they are doing, describes the failure, and broadcasts the description;
+every rank raises the first one that reaches it. A dead rank's own host reports it, since its kernel knows how the rank
+ended; the other hosts report a host that vanished.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from symcomm.hierarchical.session import ProtocolViolation
 SURVEY = 0.4  # seconds for all answers; a living rank answers within a few milliseconds
 REACH = 1.5  # seconds to connect to a rank; a lost packet is sent again after 1
 VERDICT_WAIT = 0.5  # seconds that a rank whose host was aborted waits for the reason
-ENGINE_GRACE = 1.0  # seconds for the control channel to learn who is gone, when the engine noticed first
+ENGINE_GRACE = 1.0  # seconds for the control channel to learn which rank is gone, when the engine noticed first
 
 
 class OperationStopped(Exception):
@@ -34,7 +34,7 @@ class OperationStopped(Exception):
 
 
 class OperationRefused(Exception):
-    """Some rank refused its call, as it ``told``. ``is_news``: the other ranks of this host do not know yet."""
+    """A rank refused its call; ``told``: its words. ``is_news``: the other ranks of this host do not know yet."""
 
     def __init__(self, told: bytes | None, is_news: bool = False):
         super().__init__()
@@ -47,15 +47,15 @@ class Failures:
     def __init__(self, group: Any):
         self._group: Callable[[], Any] = weakref.ref(group)  # must not keep the group alive
         self.verdict: dict[str, Any] | None = None
-        self._answers: dict[int, dict[int, dict[str, Any]]] = {}  # by the number of the survey, by rank
+        self._answers: dict[int, dict[int, dict[str, Any]]] = {}  # survey number -> rank -> answer
         self._surveys = itertools.count(1)
         self._lock = threading.RLock()
 
     # --- surveys ----------------------------------------------------------------------------------------------
 
     def survey(self, ranks: Collection[int] | None = None, where: bool = False) -> dict[int, dict[str, Any]]:
-        """What the ranks that answer are doing, of all or of ``ranks``; with ``where``, also where in its program each
-        is. Notices which cannot be reached."""
+        """Ask ``ranks``, or all, what they are doing; with ``where``, also where in its program each is. Returns the
+        answers by rank, and notices ranks that cannot be reached."""
         group, number = self._group(), next(self._surveys)
         answers = self._answers[number] = {}
         ask = {"kind": "ask", "survey": number, "where": where}
@@ -74,15 +74,14 @@ class Failures:
         return {"seq": seq, "call": call, "site": site, "awaits": group.waits.words(), "ended": ended, "place": place}
 
     def _ended_here(self) -> dict[str, str]:
-        """How ranks of this host ended, by their number."""
-        local = self._group().local  # None: it is being made
+        """Rank -> how it ended, for the ranks of this host."""
+        local = self._group().local  # None while the group is being made
         gone = {} if local is None else local.gone()
         pids = dict(zip(local.here, (peer.pid for peer in local.peers), strict=True)) if gone else {}
         return {str(r): how_it_ended(pids[r]) if how == Status.DEAD else "left the group" for r, how in gone.items()}
 
     def answer(self, rank: int, header: dict[str, Any]) -> None:
-        """Answer a survey, in a thread: finding out how a process ended takes too long for the channel's."""
-
+        """Answer a survey, in a thread: to find out how a process ended takes too long for the channel's."""
         group = self._group()
 
         def reply() -> None:
@@ -98,7 +97,7 @@ class Failures:
     # --- describing failures ----------------------------------------------------------------------------------
 
     def gone(self, ranks: Collection[int]) -> None:
-        """``ranks``, and maybe others, died, left or cannot be reached."""
+        """Record that ``ranks``, and maybe others, died, left or cannot be reached."""
         if self.verdict is not None:
             return
         group, answers = self._group(), self.survey()
@@ -127,8 +126,8 @@ class Failures:
     def late(
         self, seq: int | None, seconds: float, whom: Collection[int], has_ended: Callable[[], bool] = lambda: False
     ) -> None:
-        """A deadline passed while waiting for ``whom``, in operation ``seq``; None: in a message that was half way.
-        ``has_ended``: whether what it was for came in the end."""
+        """Record that a deadline passed while this rank waited for ``whom`` in operation ``seq`` (None: in a message
+        that was half way), unless ``has_ended()`` says that the operation ended after all."""
         if self.verdict is not None:
             return
         group, answers = self._group(), self.survey()
@@ -152,7 +151,7 @@ class Failures:
         self._spread("late", story, missing, seconds)
 
     def mismatch(self) -> None:
-        """Ranks made different calls."""
+        """Record that ranks made different calls."""
         if self.verdict is not None:
             return
         sides: dict[str, list[int]] = {}
@@ -163,7 +162,7 @@ class Failures:
         self._spread("mismatch", list_calls(sides), sorted(answers))
 
     def cut_off(self, ranks: Collection[int], reason: BaseException) -> None:
-        """The engine lost ``ranks`` though they live, or they sent what they should not."""
+        """Record that the engine lost ``ranks`` though they live, or that they broke the protocol."""
         if self.verdict is not None:
             return
         first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
@@ -172,7 +171,8 @@ class Failures:
         self._spread("gone", story, sorted(ranks))
 
     def on_transfer_error(self, transfer: Transfer) -> None:
-        """The engine failed: a rank is gone, as the control channel will notice as well, or for a reason of its own."""
+        """The engine failed: either a rank is gone, which the control channel will notice, too, or the engine has a
+        reason of its own."""
         deadline = time.monotonic() + ENGINE_GRACE
         while self.verdict is None and time.monotonic() < deadline:
             gone = [r for r in transfer.peers if self._group().is_gone(r)]
@@ -184,7 +184,7 @@ class Failures:
         self.cut_off(transfer.peers, transfer.error)
 
     def end(self) -> None:
-        """End this rank's own waits, since it leaves. Peers are not told."""
+        """End this rank's own waits, since it leaves. Peers are not told why."""
         with self._lock:
             if self.verdict is None:
                 self.verdict = {"fault": "aborted", "story": "", "ranks": [], "origin": self._group().rank}
@@ -212,14 +212,14 @@ class Failures:
             if self.verdict is not None:
                 return False
             if self._group().local is not None:
-                self._group().local.handle.abort()  # before a caller learns of it and reuses its tensors
+                self._group().local.handle.abort()  # before a caller learns of the failure and reuses its tensors
             self._group().stop_engine()
             self.verdict = verdict
         self._group().notify()
         return True
 
     def await_verdict(self) -> None:
-        """Wait for the verdict after this host was aborted. If none comes, a caller has aborted the local group."""
+        """Wait for the verdict after this host's group was aborted. If none comes, a caller has aborted that group."""
         deadline = time.monotonic() + VERDICT_WAIT
         while self.verdict is None and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -238,7 +238,7 @@ class Failures:
 
 
 class HierarchicalState(GroupState):
-    """The state of a group across hosts, which has failed once there is a verdict."""
+    """The state of a group across hosts. The group has failed once there is a verdict."""
 
     __slots__ = ("doing", "failures", "since")
     failures: Failures
@@ -259,8 +259,8 @@ class HierarchicalState(GroupState):
         super().let_go()
 
     def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
-        """This rank's exception for a failure that ``failures`` has recorded. Do not call it with the group's ``cond``
-        held: operations need that to end."""
+        """This rank's exception for a failure that ``failures`` has recorded. Do not hold the group's ``cond`` here:
+        operations need it to end."""
         return self.fail(lambda: self.failures.error(what, seconds))
 
 

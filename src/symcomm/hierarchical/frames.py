@@ -1,4 +1,4 @@
-"""The control messages that ranks may send each other, and checks of every field before a handler sees it."""
+"""The control messages that ranks may send each other. Every field is checked before a handler sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from symcomm._core import native
 from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.types import DType
 
-EAGER_MAX_BLOCKING = 64 << 10  # bytes that travel with a blocking send's envelope: the sender may go on, and leave
+EAGER_MAX_BLOCKING = 64 << 10  # bytes that travel with a blocking send's envelope; the sender then goes on, or leaves
 LARGEST = 1 << 62  # of any number
 SIGNATURE = 6  # numbers
 DTYPES = frozenset(map(int, DType))
@@ -48,14 +48,14 @@ def _is_ranks(value: Any) -> bool:
 
 
 def _is_ended(value: Any) -> bool:
-    """How ranks ended, by their number (a string in JSON)."""
+    """Rank (a string in JSON) -> how it ended."""
     return type(value) is dict and all(r.isascii() and r.isdigit() and len(r) < 10 for r in value) and all(
         map(_is_text, value.values())
     )  # fmt: skip
 
 
 def _is_bytes(value: Any) -> bool:
-    """Bytes of a layer above, as text."""
+    """Bytes, as text."""
     return type(value) is str and all(c <= "\xff" for c in value)
 
 
@@ -135,7 +135,7 @@ AGREEMENT_STEPS: Mapping[str, Mapping[str, Check]] = {  # by step, see membershi
     "quit": {},
 }
 
-MESSAGES = FIELDS.keys() - {"arrival"}  # which travels over leader links
+MESSAGES = FIELDS.keys() - {"arrival"}  # an arrival travels over leader links
 
 
 def need(header: dict[str, Any], name: str, is_good: Check) -> Any:
@@ -143,7 +143,7 @@ def need(header: dict[str, Any], name: str, is_good: Check) -> Any:
     value = header.get(name)
     try:
         good = name in header and is_good(value)
-    except TypeError:  # something that has no hash
+    except TypeError:  # a value that has no hash
         good = False
     if not good:
         raise ProtocolViolation(f"sent a message whose {name!r} is missing or is not what it should be")

@@ -19,11 +19,11 @@ class IntraHostGroup(LocalGroup):
     here: Sequence[int]
 
     def on_long_wait(self, site: Any, *facts: Any) -> float:
-        """Says nothing of one step: the group across hosts tells of the whole operation (``hooks.watch``)."""
+        """Reports nothing of one step: the group across hosts reports the whole operation (``hooks.watch``)."""
         return 0.0
 
     def gone(self) -> dict[int, int]:
-        """The ranks of this host that died or left, by their number in the whole group, and which of the two."""
+        """Rank (in the whole group) -> DEAD or LEFT, for the ranks of this host that are gone."""
         return {self.here[seen["rank"]]: seen["gone"] for seen in self.handle.report()["ranks"] if seen["gone"]}
 
     def on_standoff(self, is_send: bool, peer: int, tag: int) -> None:
@@ -31,13 +31,13 @@ class IntraHostGroup(LocalGroup):
 
 
 class HostRanks:
-    """What an operation does with the ranks of its host: they compare signatures, and run plans together."""
+    """The ranks of an operation's host: they compare signatures, and run plans together."""
 
     def __init__(self, group: IntraHostGroup):
         self._executor, self.state, self.gone = group.executor, group.state, group.gone
 
     def arrival(self, signature: Any, build: Callable[..., Plan] | None = None, args: tuple[Any, ...] = ()) -> Any:
-        """The first step of an operation: compare signatures, and maybe run a collective as well."""
+        """The plan of an operation's first step: compare signatures, and maybe run a collective as well."""
 
         def make() -> Any:
             s, rank, world = signature, self.state.rank, self.state.size
@@ -55,10 +55,10 @@ class HostRanks:
         return self._executor.cached_plan(build, *args)
 
     def run(self, plan: Any, ins: Sequence[int], outs: Sequence[int], timeout_ns: int, site: int) -> int:
-        """Returns a status, as the core has it."""
+        """Run a plan; returns the core's status."""
         return self.state.handle.run(plan, tuple(ins), tuple(outs), timeout_ns, site, ())
 
     def refusal(self, seq: int) -> bytes | None:
-        """What the rank told that refused the core's operation of that number."""
+        """The words of the rank that refused the core's operation of that number."""
         told = self.state.handle.refusal(seq)
         return told[1] if told is not None else None

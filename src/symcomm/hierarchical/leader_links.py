@@ -1,8 +1,8 @@
 """The links between the leaders of one group's hosts.
 
-Only the thread that runs an operation reads them, while it has nothing else to do: what arrives earlier waits in the
-kernel, and no other thread is woken for it. (Control channels have a thread that reads at once.) Of two ranks the lower
-one connects; what the other has to send is queued until then.
+Only the thread that runs an operation reads them, while it has nothing else to do. Frames that arrive earlier wait in
+the kernel, and wake no other thread. (Control channels have a thread that reads at once.) Of two ranks the lower one
+connects; frames of the other are queued until then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from symcomm.hierarchical.connection import ConnectionClosed, Frame, FramedConnection, ProtocolViolation
 from symcomm.hierarchical.frames import check
 
-MOST_ARRIVALS = 10_000  # of other hosts at operations that this one has not reached; each is at most a few ahead
+MOST_ARRIVALS = 10_000  # kept, at operations that this host has not reached; other hosts are at most a few ahead
 
 
 class _Wakeup:
@@ -39,8 +39,8 @@ class _Wakeup:
 
 
 class LeaderLinks:
-    """``dial(rank)`` connects to a rank, or returns None; ``on_frame(rank, frame)`` gets what arrives, and may raise
-    ProtocolViolation; ``on_refused(rank, why)`` is called for links that were closed for what arrived."""
+    """``dial(rank)`` connects to a rank, or returns None. ``on_frame(rank, frame)`` gets each frame, and may raise
+    ProtocolViolation. ``on_refused(rank, why)`` is called when a link is closed for what its rank sent."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class LeaderLinks:
         self._links: dict[int, FramedConnection] = {}
         self._unsent: dict[int, list[tuple[dict[str, Any], bytes]]] = {}  # for ranks that have not connected yet
         self._closed = False
-        self.refused: dict[int, str] = {}  # why a rank's link was closed for what arrived
+        self.refused: dict[int, str] = {}  # rank -> why its link was closed for what it sent
 
     def add(self, rank: int, conn: FramedConnection) -> None:
         """A lower rank has connected, which it does once."""
         if rank in self._links or rank >= self._rank:
             conn.close()
-            self._on_refused(rank, "called a second time, or though it is called itself")
+            self._on_refused(rank, "connected a second time, or though it has to wait for a connection")
             return
         self._links[rank] = conn
         if self._closed:
@@ -74,7 +74,7 @@ class LeaderLinks:
             self._wakeup.set()
 
     def send(self, rank: int, header: dict[str, Any], payload: bytes = b"") -> None:
-        """What the kernel does not take, or has no link yet, is sent while some thread is in ``listen``."""
+        """Send a frame. If the kernel does not take it, or there is no link yet, a thread in ``listen`` sends it."""
         if rank not in self._links and rank > self._rank and (conn := self._dial(rank)) is not None:
             self._links[rank] = conn
         if rank in self._links:
@@ -90,7 +90,7 @@ class LeaderLinks:
         return rank in self._links and self._links[rank].closed
 
     def listen(self, ranks: Sequence[int], left: Callable[[], float]) -> None:
-        """Read what these ranks send until ``left()`` is 0; it returns the seconds until it must be asked again."""
+        """Read what these ranks send until ``left()`` returns 0; else it returns the seconds until the next look."""
         self._listener = threading.get_ident()
         try:
             ready, poll = list(ranks), select.poll()
@@ -105,7 +105,7 @@ class LeaderLinks:
             self._listener = 0
 
     def _wait(self, poll: Any, ranks: Sequence[int], seconds: float) -> list[int]:
-        """Ranks whose links are ready, or new."""
+        """The ranks whose links are ready, or new."""
         by_fd = {}
         for rank in ranks:
             conn = self._links.get(rank)
@@ -138,14 +138,13 @@ class LeaderLinks:
             conn.close()
 
     def drop(self, rank: int, why: str) -> None:
-        """Close a link for what arrived."""
+        """Close a link for what its rank sent."""
         self.refused[rank] = why
         self._on_refused(rank, why)
         self._links[rank].close()
 
     def forget(self) -> None:
-        """In a forked child: the connections are the parent's, and its locks may be held by threads that do not exist
-        here."""
+        """In a forked child: close its copies of the sockets, without the locks, which the parent may have held."""
         for conn in list(self._links.values()):
             conn.sock.close()
 
@@ -156,7 +155,7 @@ class LeaderLinks:
 
 
 def links_of(group: Any) -> LeaderLinks:
-    """The links of a group. What comes goes into the group's ``arrivals``; the links do not keep the group alive."""
+    """The links of a group. Frames go into the group's ``arrivals``; the links do not keep the group alive."""
     arrivals, ref = group.arrivals, weakref.ref(group)
 
     def dial(rank: int) -> FramedConnection | None:

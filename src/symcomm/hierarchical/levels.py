@@ -14,8 +14,8 @@ LARGE = {DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128}
 
 
 class Levels(NamedTuple):
-    """An operation as one on each host and one between hosts, by which AVG divides (1: by the number of hosts), and in
-    which type what hosts have is kept."""
+    """``inner`` reduces on each host, ``outer`` between hosts. AVG divides by ``divide`` (1: by the number of hosts).
+    Partial results are of type ``kept``."""
 
     inner: RedOpType
     outer: RedOpType
@@ -35,7 +35,7 @@ class Levels(NamedTuple):
         return cls(RedOpType.SUM, RedOpType.AVG, layout.size, dtype, kept)
 
     def begin(self, op: Operation, source: int, count: int) -> int:
-        """Address of the values at ``source`` in the type in which they are kept."""
+        """The address of the values at ``source``, in the type ``kept``."""
         if self.kept is self.dtype:
             return source
         wide = op.borrow(count * self.kept.itemsize)
@@ -43,17 +43,18 @@ class Levels(NamedTuple):
         return wide
 
     def room(self, op: Operation, kept: int, count: int) -> int:
-        """Where the result of what is kept there may go."""
+        """The address where the result of the values at ``kept`` may go."""
         return kept if self.kept is self.dtype else op.borrow(count * self.dtype.itemsize)
 
     def done(self, op: Operation, *borrowed: tuple[int, int]) -> None:
-        """Give (what ``begin`` or ``room`` returned, what it was given) back."""
+        """Give memory back. Each pair: what ``begin`` or ``room`` returned, and the address it was given."""
         for address, given in borrowed:
             if address != given:
                 op.give_back(address)
 
     def combine(self, op: Operation, target: int, sources: Sequence[int], count: int) -> None:
-        """What the hosts have, in the order of hosts, into ``target``, which may be one of them if types are one."""
+        """Combine the hosts' values, in the order of hosts, into ``target``. It may be one of ``sources`` if values are
+        kept in their own type."""
         if not count:
             return
         if self.kept is self.dtype:

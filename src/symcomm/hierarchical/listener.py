@@ -1,8 +1,8 @@
 """Accepts connections to a rank's control channel, and bounds the unauthenticated ones (strangers).
 
 A stranger has 5 seconds to send its greeting and 30 to authenticate (a rank may be busy between the two). When there
-are too many, new ones wait in the kernel's backlog; strangers older than a second are dropped to make room. Refused
-connections are counted and logged at a limited rate.
+are too many, new ones wait in the kernel's backlog, and strangers older than a second are dropped to make room. Refused
+connections are counted, and logged at a limited rate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FULL_S = 0.05  # seconds between checks for room
 NO_DESCRIPTOR_S = 1.0  # seconds between attempts to accept when the process is out of descriptors
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 REASONS = 64  # remembered
-BACKLOG = 1024  # of connections that the kernel keeps for us
+BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 
 
 class RefusalLog:
@@ -54,10 +54,10 @@ class Listener:
     def __init__(self, epoll: select.epoll, session: Callable[[], Callee], refusals: RefusalLog):
         self._epoll, self._session, self._refusals = epoll, session, refusals
         self._sockets: dict[str, socket.socket] = {}
-        self._offered: Counter[str] = Counter()  # to groups that are being built
+        self._offered: Counter[str] = Counter()  # by address: how many groups that are being built may use it
         self._needed: set[str] = set()
-        self.strangers: dict[FramedConnection, float] = {}  # accepted when; the oldest first
-        self._paused_until = 0.0  # accept no connection before that; 0: now
+        self.strangers: dict[FramedConnection, float] = {}  # -> when it was accepted; the oldest first
+        self._paused_until = 0.0  # accept no connection before then; 0: there is no pause
         self.pauses = 0
 
     # --- addresses --------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Listener:
         return self._sockets[address].getsockname()[1]
 
     def settle(self, address: str, needed: bool) -> None:
-        """Whether others will connect there. Stop listening at an address that nobody needs."""
+        """``needed``: others will connect there. Stop listening at an address that no group needs."""
         self._offered[address] -= 1
         if needed:
             self._needed.add(address)
@@ -105,7 +105,7 @@ class Listener:
                 self.pauses += 1
                 self._pause(NO_DESCRIPTOR_S)
                 self._refusals.warn(
-                    "the control channel lets nobody in for %g s: %s; raise `ulimit -n`",
+                    "the control channel accepts no connections for %g s: %s; raise `ulimit -n`",
                     NO_DESCRIPTOR_S,
                     error.strerror,
                 )
@@ -117,11 +117,11 @@ class Listener:
         return conn
 
     def _make_room(self, drop: Callable[[FramedConnection, str], None]) -> bool:
-        """Drop an old stranger, those first that have sent nothing."""
+        """Drop an old stranger, preferably one that has sent nothing."""
         old = [conn for conn, since in self.strangers.items() if time.monotonic() - since >= ROOM_S]
         old.sort(key=_has_greeted)
         if old:
-            drop(old[0], f"had not proved who it is, and {STRANGERS} others had not either")
+            drop(old[0], f"had not proved who it is, nor had {STRANGERS} others")
         return bool(old)
 
     def release(self, conn: FramedConnection) -> None:
@@ -164,7 +164,7 @@ def _listen(address: str) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise errors.ResourceError(f"groups across hosts: cannot listen at {address} ({error.strerror}).") from None
-        log.warning("%s is no address of this machine, so the control channel listens at all of them", address)
+        log.warning("%s is no address of this machine, so the control channel listens at all addresses", address)
         return _listen("0.0.0.0")
     sock.setblocking(False)
     return sock

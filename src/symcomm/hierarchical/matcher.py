@@ -1,13 +1,14 @@
 """Matches a rank's messages to and from other hosts.
 
-The sender's control channel sends an envelope; a small payload travels with it (eager), a large one through the engine,
-once the receiver has a buffer and has sent clear-to-send (rendezvous). So the engine carries only what a receiver waits
-for, and a receive can be cancelled. A send may be cancelled while its clear-to-send is in flight: then zeros travel,
-and the sender says that they are not the message.
+Messages of one sender and tag never overtake each other: envelopes arrive in the order of the sends, and each takes the
+first posted receive that fits, from any source or not.
 
-Envelopes of one sender arrive in the order of its sends, and take the first posted receive that fits, from any source
-or not: messages of one sender and tag never overtake each other. All of that happens in the control channel's thread,
-and the engine's, so it needs nothing of the receive's owner.
+The sender's control channel sends an envelope. A small payload travels with it (eager). A large one goes through the
+engine, once the receiver has a buffer and has sent clear-to-send (rendezvous). So the engine carries only messages that
+a receiver waits for, and a receive can be cancelled. If a send is cancelled while its clear-to-send is in flight, zeros
+travel, and the sender says that they are not the message.
+
+All of that happens in the control channel's thread and the engine's, so the receive's owner need not take part.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.types import DType
 
 BACKLOG = 1 << 20  # bytes of envelopes that may be queued for a slow receiver
-TAG = 1  # of the engine's; collectives use 0
+TAG = 1  # the engine's tag for messages; collectives use 0
 CANCELLED_MAX = 4096  # cancelled sends remembered, since their clear-to-send may be in flight
 
 
@@ -52,8 +53,8 @@ class MessageMatcher:
         self._numbers, self._places = itertools.count(), itertools.count()
         self._sends: dict[int, RemoteWork] = {}  # envelope sent, waiting for clear-to-send
         self._cancelled: dict[int, tuple[int, int]] = {}  # (receiver, bytes): its clear-to-send may be in flight
-        self._posted: list[RemoteWork] = []  # receives without an envelope, by their places
-        self._moving: set[RemoteWork] = set()  # the engine has them
+        self._posted: list[RemoteWork] = []  # receives without an envelope, ordered by place
+        self._moving: set[RemoteWork] = set()  # messages that the engine carries
         self._incoming: dict[tuple[int, int], RemoteWork] = {}  # by sender and number: clear-to-send sent
         self._unexpected: deque[_Envelope] = deque()  # envelopes without a receive
 
@@ -89,7 +90,7 @@ class MessageMatcher:
             time.sleep(0.001)
 
     def on_clear_to_send(self, rank: int, header: dict[str, Any]) -> None:
-        """The receiver has a buffer, and its engine waits: if the message was cancelled meanwhile, zeros go there."""
+        """The receiver has a buffer, and its engine waits. If the message was cancelled meanwhile, send zeros."""
         number = header["number"]
         with self.group.cond:
             if self.group.failures.verdict is not None:  # sends have raised, or will
@@ -106,7 +107,7 @@ class MessageMatcher:
             self._move(work, rank)
 
     def _sent_to(self, rank: int, number: int) -> RemoteWork | None:
-        """The message that ``rank`` answers, no longer waiting for an answer; None when it was cancelled."""
+        """The message that ``rank`` answers, which then waits for no answer any more; None if it was cancelled."""
         work = self._sends.get(number)
         if work is not None and work.message.peer != rank:
             raise ProtocolViolation("answered a message that was sent to another rank")
@@ -121,7 +122,7 @@ class MessageMatcher:
         return work
 
     def _seek(self, work: RemoteWork) -> None:
-        """Find its message among those that have come, or post it."""
+        """Find the receive's message among those that have come, or post the receive."""
         envelope = next((item for item in self._unexpected if _matches(work, item)), None)
         if envelope is None:
             bisect.insort(self._posted, work, key=lambda other: other.place)
@@ -144,13 +145,13 @@ class MessageMatcher:
             self._unexpected.append(envelope)
 
     def forget(self, work: RemoteWork) -> None:
-        """Nothing that comes from now on ends this receive."""
+        """Let no envelope from now on end this receive."""
         with self.group.cond:
             if work in self._posted:
                 self._posted.remove(work)
 
     def on_left(self, rank: int) -> None:
-        """What a rank that has left had only announced does not come any more."""
+        """Drop messages that a rank only announced before it left: they will not come."""
         with self.group.cond:
             for envelope in [e for e in self._unexpected if e.sender == rank and e.payload is None]:
                 self._unexpected.remove(envelope)
@@ -173,14 +174,14 @@ class MessageMatcher:
             self._move(work, envelope.sender, envelope.number)
 
     def on_sending(self, rank: int, header: dict[str, Any]) -> None:
-        """The sender says whether what it sends is the message."""
+        """The sender says whether it sends the message, or zeros."""
         with self.group.cond:
             if (work := self._incoming.get((rank, header["number"]))) is not None:
                 work.is_real = header["real"]
                 self._received(work, rank, header["number"])
 
     def _received(self, work: RemoteWork, rank: int, number: int) -> None:
-        """Once the engine is done, and we know what it carried, the receive ends or is posted again."""
+        """End a receive, or post it again, once the engine is done and the sender has said what it carried."""
         if not work.moved or work.is_real is None:
             return
         del self._incoming[rank, number]
@@ -222,7 +223,7 @@ class MessageMatcher:
         group.engine.start([move], then)
 
     def _tell_broken(self, transfer: Transfer) -> None:
-        """In a thread of its own: this one may be the channel's, which has to learn first who is gone."""
+        """Report it in another thread: this one may be the channel's, which has to learn first which rank is gone."""
         if self.group.failures.verdict is None:
             tell = threading.Thread(target=self.group.failures.on_transfer_error, args=(transfer,), daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter ends
@@ -237,7 +238,7 @@ class MessageMatcher:
     # --- cancelling -------------------------------------------------------------------------------------------
 
     def cancel(self, work: RemoteWork) -> bool:
-        """Cancel a message that is not matched yet; False when it is in flight."""
+        """Cancel a message that is not matched yet; False if it is in flight."""
         with self.group.cond:
             if work.ended or work in self._posted:
                 self.forget(work)

@@ -1,9 +1,9 @@
-"""Messages of a group across hosts, as their callers hold them: to or from another host, on this one, from anywhere.
+"""The works of messages of a group across hosts: to or from another host, within this host, and from any source.
 
-A receive from any rank stands in two queues: the mailbox of this host, which the core matches, and the matcher's, for
-other hosts. The one that finds a message for it first must get it out of the other queue: the matcher holds its place
-in the mailbox (``claim``) before it accepts an envelope, in the thread that the envelope came in. So such a receive is
-served while its owner does something else.
+A receive from any source is in two queues: the mailbox of this host, which the core matches, and the matcher's, for
+other hosts. Whichever finds a message for it first must take it out of the other queue. So before the matcher accepts
+an envelope it holds the receive in the mailbox (``claim``), in the thread that read the envelope: the receive's owner
+may be doing something else.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from symcomm.group.p2p import ANY_SOURCE, AnyMessageWork, Message, MessageWork
 from symcomm.group.work import Timeout, to_ns
 from symcomm.hierarchical.operation import LATE_BYTES
 
-ARRIVING = 10.0  # seconds beyond a deadline, at least, for a message in flight: giving up on it ends the group
+ARRIVING = 10.0  # seconds beyond its deadline, at least, for a message in flight: to give it up ends the group
 SLICE = 0.002  # seconds between looks at the host's mailbox, for receives from any source
-SOON = 0.05  # seconds between looks at who is gone
-AT_ONCE = 1  # ns: a wait that ends before it has begun
+SOON = 0.05  # seconds between checks for ranks that are gone
+AT_ONCE = 1  # ns: the time-out of a wait that must not wait
 
 
 class Matcher(Protocol):
@@ -47,38 +47,38 @@ class RemoteWork(AnyMessageWork):
         self.place = 0  # among the receives of this rank, in the order in which they were posted
         self._started = time.monotonic()
         self.ended = False
-        self.moving = False  # the engine has it
-        self.moved = False  # and has carried it
-        # a receive: whether the engine carries the message, or zeros for a cancelled one, once known
+        self.moving = False  # the engine carries it
+        self.moved = False  # the engine has carried it
+        # of a receive: whether the engine carries the message, or zeros for a cancelled one; None: not known yet
         self.is_real: bool | None = None
         self.sender = message.peer
 
     def end(self, error: BaseException | None = None) -> None:
-        """With the group's condition held."""
+        """The message has ended. Call this with the group's condition held."""
         if error is None and not self.message.is_send:
             native.change_tensors(self.buffer.written)
         self._error, self.ended = error, True
         self._group.cond.notify_all()
 
     def claim(self) -> bool:
-        """Whether a message of another host may end this receive, and nothing else any more."""
+        """Reserve this receive for a message of another host. False: it has another one already."""
         return True
 
     def repost(self) -> None:
-        """What arrived was not the message."""
+        """Zeros arrived, not the message: wait again."""
         self.moving, self.moved, self.is_real, self.sender = False, False, None, self.message.peer
 
     def withdraw(self) -> None:
-        """Nothing else may end it; called once the matcher has let go of it."""
+        """Let nothing else end it; called once the matcher has let go of it."""
 
     def awaited(self) -> list[int]:
-        """The ranks it waits for; one of them is enough."""
+        """The ranks that it waits for; a message of one is enough."""
         if self.sender != ANY_SOURCE:
             return [self.sender]
         return [r for r in range(self._group.size) if r != self._group.rank and not self._group.is_gone(r)]
 
     def _lost(self) -> list[int]:
-        """Ranks that are gone, so that it waits in vain."""
+        """The ranks that are gone, if it therefore waits in vain."""
         return [r for r in self.awaited() if self._group.is_gone(r)]
 
     def look(self) -> bool:
@@ -86,7 +86,7 @@ class RemoteWork(AnyMessageWork):
         return self.ended
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """Block until the message has left (send) or is there (receive)."""
+        """Block until the message has left (send) or arrived (receive)."""
         seconds = self._group.timeout if not timeout else to_ns("wait", timeout) / 1e9
         if not self.look():
             with self._group.waits.of(self) as wait:
@@ -98,7 +98,7 @@ class RemoteWork(AnyMessageWork):
         return True
 
     def _await(self, deadline: float, seconds: float, wait: Any) -> bool:
-        """Whether it has ended, or False once it cannot any more."""
+        """Wait until it has ended, or cannot end any more (False)."""
         group, gone_since = self._group, 0.0
         while not self.look():
             wait.look()
@@ -113,7 +113,7 @@ class RemoteWork(AnyMessageWork):
                 if now >= deadline and (not self.moving or now >= deadline + max(seconds, ARRIVING)):
                     break
                 group.cond.wait(0.05 if gone_since else self._pause(now, deadline))
-        return self.look()  # a rank that is gone may have done its part before
+        return self.look()  # a rank that is gone may have done its part before that
 
     def _is_in_vain(self, now: float) -> bool:
         return bool(self._lost())
@@ -123,7 +123,7 @@ class RemoteWork(AnyMessageWork):
         return min(0.25, max(0.001, deadline - now))
 
     def _give_up(self, seconds: float) -> None:
-        """Gone, stopped or late. A message that is only late is cancelled, which does not harm the group."""
+        """The peer is gone, stopped or late. A message that is only late is cancelled: the group stays usable."""
         group, awaited = self._group, self.awaited()
         if group.failures.verdict is None and (lost := self._lost()):
             group.failures.gone(lost)
@@ -164,7 +164,7 @@ class RemoteWork(AnyMessageWork):
 
 
 class LocalWork(AnyMessageWork):
-    """A message between ranks of one host, with the group's ranks instead of the host's."""
+    """A message between ranks of one host. It names ranks as the group across hosts does, not as the host's group."""
 
     def __init__(self, group: Any, work: MessageWork, message: Message):
         super().__init__(message, group.name)
@@ -217,13 +217,13 @@ class LocalWork(AnyMessageWork):
 
 
 class AnySourceWork(RemoteWork):
-    """A receive from any source. ``here``: the same receive in the mailbox of this host. No thread waits for that one;
-    the threads that wait for this one look whether it has ended."""
+    """A receive from any source. ``here``: the same receive in the mailbox of this host. No thread waits for ``here``;
+    threads that wait for this work look at it from time to time."""
 
     def __init__(self, matcher: Matcher, message: Message, buffer: Buffer, here: MessageWork):
         super().__init__(matcher, message, buffer)
         self._here = here
-        self._look_at = 0.0  # when to look again at who is gone
+        self._look_at = 0.0  # the time of the next check for ranks that are gone
 
     def claim(self) -> bool:
         return self._here.hold()
@@ -237,7 +237,7 @@ class AnySourceWork(RemoteWork):
         super().end(error)
 
     def _lost(self) -> list[int]:
-        """As on one host: one rank that died is reason enough to give up; of ranks that left, it takes all."""
+        """As on one host: give up once one rank has died, or all others have left."""
         if self.sender != ANY_SOURCE:
             return super()._lost()
         group = self._group
@@ -252,11 +252,11 @@ class AnySourceWork(RemoteWork):
         return bool(self._lost())
 
     def _pause(self, now: float, deadline: float) -> float:
-        """At first messages are looked for often, since they mostly come at once."""
+        """At first it looks often, since messages mostly come at once."""
         return min(SLICE, max(0.00005, (now - self._started) / 8))
 
     def look(self) -> bool:
-        """A message of this host has filled the tensor itself."""
+        """Whether it has ended. The core has filled the tensor if a message of this host came."""
         if self.ended or self.moving or not self._here.is_completed() or self._here.was_withdrawn:
             return self.ended
         self._matcher.forget(self)
@@ -270,7 +270,7 @@ class AnySourceWork(RemoteWork):
         return True
 
     def withdraw(self) -> None:
-        """No message of this host ends it any more. One that is half here is lost, as any that is given up."""
+        """Let no message of this host end it any more. One that has come in part is lost, as if it were given up."""
         if self._here.hold():
             self._here.fill(Status.TIMEOUT)
             return

@@ -26,16 +26,16 @@ from symcomm.hierarchical.topology import Layout
 from symcomm.types import DType
 
 IN_FLIGHT = 4  # chunks: two on the network, one that was just produced, one that is being consumed
-LATE_BYTES = 1.0  # seconds that data of a rank that ended may still be in flight
+LATE_BYTES = 1.0  # seconds for which data of a rank that ended may still be in flight
 NOTHING: Mapping[int, int] = {}
 
-# Processes one chunk, and yields what it has to wait for: first None, once it has posted its receives.
+# Processes one chunk, and yields transfers to wait for. The first yield is None: it has posted its receives.
 Chunk = Generator["Transfer | None", None, None]
 Pieces = Iterable[tuple[int, int, int]]  # (rank, address, bytes)
 
 
 class Signature(NamedTuple):
-    """What ranks compare. ``detail``: a hash of the sizes of pieces, where they differ."""
+    """The facts of a call that ranks compare. ``detail``: a hash of the sizes of pieces, where they differ."""
 
     collective: Collective
     dtype: DType = DType.UINT8
@@ -50,9 +50,8 @@ class Signature(NamedTuple):
         return call_words(self.collective, self.dtype, self.redop, self.root, sizes)
 
     def local_count(self, is_whole: bool = True) -> int:
-        """The count in the signature that ranks of one host compare, which cannot hold roots on other hosts.
-
-        ``is_whole``: it holds dtype and operation."""
+        """The count in the signature that ranks of one host compare. That signature cannot hold roots on other hosts,
+        so a hash of this one goes in. ``is_whole``: that signature holds dtype and operation."""
         if is_whole and not (self.root or self.detail):
             return self.elements
         return HASHED | (zlib.crc32(array("q", [*self]).tobytes()) & 0x3FFFFFFF) << 32 | self.elements & 0xFFFFFFFF
@@ -73,7 +72,7 @@ class Parts(NamedTuple):
 
 
 class Operation:
-    """One collective. It raises OperationStopped when it cannot go on: ``failures`` knows why."""
+    """One collective. Raises OperationStopped when it cannot go on; ``failures`` knows why."""
 
     def __init__(self, parts: Parts, signature: Signature, seq: int, timeout: float, site: int):
         self.layout, self._host, self._engine, self._scratch = parts.layout, parts.host, parts.engine, parts.scratch
@@ -81,7 +80,7 @@ class Operation:
         self._failures, self._refusals = parts.failures, parts.refusals
         self.signature = signature
         self._seq = seq
-        self._match = zlib.crc32(array("q", [seq, *signature]).tobytes()) >> 5  # tells its bytes from other operations'
+        self._match = zlib.crc32(array("q", [seq, *signature]).tobytes()) >> 5  # marks this operation's bytes
         self._seconds = timeout
         self._deadline = time.monotonic() + timeout
         self._site = site
@@ -95,8 +94,8 @@ class Operation:
     ) -> Transfer | None:  # fmt: skip
         """Return once all ranks of all hosts have arrived with the same call; meanwhile, run a collective on this host.
 
-        ``sends`` start then: a rank may refuse the call, and a transfer that one end has begun cannot be taken back.
-        Receives for which no rank sends anything may be forgotten."""
+        ``sends`` start only then: a rank may refuse the call, and a send that has begun cannot be taken back. A receive
+        for which nothing is sent can be dropped."""
         self.arrive(build, ins, outs, *args)
         if self.layout.is_leader:
             self.exchange_arrivals({})
@@ -112,8 +111,8 @@ class Operation:
     def exchange_arrivals(
         self, payloads: dict[int, bytes], expected: Mapping[int, int] = NOTHING
     ) -> dict[int, bytes | bytearray]:
-        """Called by leaders only: tell the other hosts that this one has arrived, with eager data; returns theirs, of
-        which ``expected`` says the sizes (default: none)."""
+        """Called by leaders only: tell the other hosts that this one has arrived, with eager data; returns theirs.
+        ``expected``: the bytes that each must send; by default none."""
         self.send_arrivals(payloads)
         return self.receive_arrivals(expected)
 
@@ -123,9 +122,9 @@ class Operation:
             self._links.send(self.layout.leader(host), header, payloads.get(host, b""))
 
     def receive_arrivals(self, expected: Mapping[int, int] = NOTHING) -> dict[int, bytes | bytearray]:
-        """What the other hosts' leaders sent. What this one sent has left by then."""
+        """The data of the other hosts' leaders. When this returns, all that this one sent has left."""
         arrivals, links = self._arrivals, self._links
-        for key in [key for key in arrivals if key[0] < self._seq]:  # at operations that some rank refused
+        for key in [key for key in arrivals if key[0] < self._seq]:  # left from operations that a rank refused
             del arrivals[key]
         awaited = {self.layout.leader(h): h for h in self.layout.others}
         self.wait_for(
@@ -144,7 +143,7 @@ class Operation:
         return {host: payload for host, (_, payload) in theirs.items()}
 
     def _cut_off(self, rank: int) -> None:
-        """Its link was closed for what arrived. We report it first: to the peer it looks as if we had gone."""
+        """Its link was closed for what it sent. Report that first: the peer would say that this rank had gone."""
         self._failures.cut_off([rank], ProtocolViolation(f"it {self._links.refused[rank]}"))
         raise OperationStopped
 
@@ -156,16 +155,16 @@ class Operation:
     def wait_for(
         self, missing: Callable[[], Collection[int]], grace: float = 0.0, listen_to: Sequence[int] = ()
     ) -> None:
-        """Wait until ``missing()`` is empty. Ranks in it that are gone, or the deadline, end the operation.
+        """Wait until ``missing()`` is empty. If one of these ranks is gone, or the deadline passes, the operation ends.
 
-        ``grace``: seconds that something of a rank that ended may still arrive. ``listen_to``: ranks whose links this
-        thread reads meanwhile; when one is closed, it may take a moment until its rank is known to be gone."""
+        ``grace``: seconds for which data of a rank that ended may still arrive. ``listen_to``: ranks whose links this
+        thread reads meanwhile. When a link closes, it may take a moment until its rank is known to be gone."""
         presence, links, gone_since = self._presence, self._links, 0.0
         whom: Collection[int] = ()
         gone: list[int] = []
 
         def left() -> float:
-            """Seconds until the next check, 0 when there is nothing left to wait for."""
+            """Seconds until the next check; 0: the wait is over."""
             nonlocal whom, gone, gone_since
             if not (whom := missing()):
                 return 0.0
@@ -225,7 +224,7 @@ class Operation:
     # --- between hosts ----------------------------------------------------------------------------------------
 
     def expect(self, receives: Pieces) -> Expected | None:
-        """Post receives before ranks synchronize, so that no sender has to wait for that."""
+        """Post receives before ranks synchronize, so that no sender has to wait for them."""
         moves = [Move(False, address, nbytes, rank, 0, self._match) for rank, address, nbytes in receives if nbytes]
         return self._engine.expect(moves) if moves else None
 
@@ -246,7 +245,7 @@ class Operation:
     # --- memory -----------------------------------------------------------------------------------------------
 
     def borrow(self, nbytes: int) -> int:
-        """Address of scratch memory that all ranks of the host can read, until ``give_back`` or the operation's end."""
+        """The address of scratch memory that all ranks of the host can read, until ``give_back`` or the end."""
         piece = self._scratch.take(nbytes)
         self._borrowed[address := ctypes.addressof(piece)] = piece
         return address
@@ -255,7 +254,7 @@ class Operation:
         self._scratch.give(self._borrowed.pop(address))
 
     def end(self) -> None:
-        """Give all memory back. After a failure it is kept instead, since the engine may still write there."""
+        """Give all memory back. Not called after a failure, since the engine may still write there."""
         for address in list(self._borrowed):
             self.give_back(address)
 
@@ -264,7 +263,7 @@ class Operation:
     def pipeline(self, chunks: Iterable[Chunk]) -> None:
         """Synchronize, then process several chunks round-robin: the network moves some while the host works on others.
 
-        All ranks keep the same order, whatever arrives first, since collectives on a host must match."""
+        All ranks keep the same order, whichever data arrives first, since collectives on a host must match."""
         under_way: deque[tuple[Chunk, Transfer | None]] = deque()
         coming = iter(chunks)
         for chunk in islice(coming, IN_FLIGHT):

@@ -1,6 +1,6 @@
 """Messages of a group across hosts.
 
-Ranks of one host use the mailboxes of their own group; hierarchical/matcher.py has the messages between hosts.
+Messages within a host use the mailboxes of the host's group; matcher.py has those between hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EAGER_MAX_NONBLOCKING = 4096  # bytes that travel with the envelope
 
 
 class HierarchicalMessages(Messages):
-    """``here``: the messages among the ranks of this host."""
+    """``here``: the messages of this host's own group."""
 
     def __init__(self, state: GroupState, layout: Layout, here: Messages, matcher: MessageMatcher):
         super().__init__(state)

@@ -1,18 +1,18 @@
 """Pipelined collectives across hosts: symmetric memory on each host, the engine between hosts.
 
-One algorithm a function. Large tensors are processed chunk by chunk, each by a generator. It first posts its receives
-from other hosts; after that each ``yield`` waits for the network while other chunks proceed (Operation.pipeline, which
-synchronizes the ranks in between).
+Large tensors are processed chunk by chunk, each chunk by a generator. A generator first posts its receives from other
+hosts. Then Operation.pipeline synchronizes the ranks, and from there each ``yield`` waits for the network while other
+chunks proceed.
 
     all_reduce, reduce, broadcast      each lane carries its share of a chunk: L ranks of a host send at once
-    all_gather, reduce_scatter         what a rank of another host has or needs is sent once to each host
+    all_gather, reduce_scatter         each piece goes once to each other host, or comes from it once
     gather, scatter, all_to_all        straight from one rank to the other
 
 Small tensors have algorithms of their own (eager.py).
 
-Values are combined on each host as the tree over its ranks, then as the tree over hosts, so all ranks get the same
-bits; and those of one host, where each host's ranks are a subtree of it and partial results are kept as they are added
-(levels.py).
+Values are combined as the tree over the ranks of each host, then as the tree over hosts, so all ranks get the same
+bits. They are the bits that a single host gets if each host's ranks are a subtree there, and partial results are kept
+in the type in which they are added (levels.py).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from symcomm.hierarchical.operation import Chunk, Operation
 from symcomm.hierarchical.topology import Layout, split_evenly
 from symcomm.types import DType
 
-# Bytes of a tensor that are worked on at a time. One run each at 1 Gbit/s, 2 x 2 ranks, 2 loaded cores, 3 to 6 chunks
+# Bytes of a tensor that make a chunk. One run each at 1 Gbit/s, 2 x 2 ranks, 2 loaded cores, 3 to 6 chunks
 # under way: 1 MiB made 54 % of the link's speed from 32 MiB, 2 MiB 67 %, 4 MiB 74 and 77 %, 8 MiB 79 %; from 8 MiB, 4
 # MiB was best.
 CHUNK = 4 << 20
 
 
 def chunks_of(count: int, dtype: DType, parts: int = 1) -> Iterator[tuple[int, int]]:
-    """(first element, number of elements) of each chunk, the same on all hosts; ``parts``: tensors that share one."""
+    """(first element, number of elements) of each chunk, the same on all hosts. ``parts``: tensors that share one."""
     size = max(1, CHUNK // (dtype.itemsize * parts))
     for start in range(0, count, size):
         yield start, min(size, count - start)
@@ -44,7 +44,7 @@ def chunks_of(count: int, dtype: DType, parts: int = 1) -> Iterator[tuple[int, i
 
 
 def _lane_counts(layout: Layout, count: int) -> tuple[int, ...]:
-    """Elements of a chunk for each rank of this host: those without a lane get none."""
+    """The elements of a chunk for each rank of this host. Ranks without a lane get none."""
     return (*split_evenly(count, layout.lanes), *[0] * (len(layout.here) - layout.lanes))
 
 
@@ -84,28 +84,27 @@ def _reduce_chunk(
 
 
 def _scatter_here(op: Operation, source: int, piece: int, counts: Sequence[int], levels: Levels) -> None:
-    """Each lane of this host gets the combination of all its ranks' values for it."""
+    """Each lane gets its part of a chunk, combined over this host's ranks."""
     kept = levels.begin(op, source, sum(counts))
     op.local(collectives.reduce_scatter, [kept], [piece], counts, levels.kept, levels.inner)
     levels.done(op, (kept, source))
 
 
 def _combine_across(op: Operation, piece: int, result: int, count: int, levels: Levels, hosts: Sequence[int]) -> Chunk:
-    """Combine the lane's piece over all hosts, for ``hosts``; the result may go where the piece is."""
+    """Combine the lane's piece over all hosts. ``hosts`` get the result, which may go where the piece is."""
     if not op.layout.has_lane:
-        for _ in range(2 if len(op.layout.hosts) == 2 else 3):  # as often as the others yield
+        for _ in range(2 if len(op.layout.hosts) == 2 else 3):  # as often as ranks with a lane yield
             yield None
     elif len(op.layout.hosts) == 2:
         yield from _swap(op, piece, result, count, levels, hosts)
     else:
-        sizes = split_evenly(count, len(op.layout.hosts))  # of the share that each host combines
+        sizes = split_evenly(count, len(op.layout.hosts))  # of the shares that the hosts combine
         yield from _reduce_shares(op, piece, result, starts_of(sizes), sizes, levels)
         yield _collect_shares(op, result, starts_of(sizes), sizes, levels.dtype, hosts)
 
 
 def _swap(op: Operation, piece: int, result: int, count: int, levels: Levels, hosts: Sequence[int]) -> Chunk:
-    """Two hosts send each other everything that ``hosts`` need: no more bytes than any other algorithm, and half the
-    waits."""
+    """Two hosts send each other all that ``hosts`` need: no more bytes than any other algorithm, and half the waits."""
     layout, nbytes = op.layout, count * levels.kept.itemsize
     other = layout.others[0]
     theirs, peer = op.borrow(nbytes), layout.lane(other)
@@ -121,7 +120,7 @@ def _swap(op: Operation, piece: int, result: int, count: int, levels: Levels, ho
 def _reduce_shares(
     op: Operation, piece: int, result: int, starts: Sequence[int], sizes: Sequence[int], levels: Levels
 ) -> Chunk:
-    """Every host combines its share of the piece: it gets that share from each other host, and sends them theirs."""
+    """Each host combines its share of the piece: it gets that share from each other host, and sends them theirs."""
     layout, item = op.layout, levels.kept.itemsize
     mine = sizes[layout.host]
     came = op.borrow(mine * item * len(layout.others))
@@ -138,7 +137,7 @@ def _reduce_shares(
 def _collect_shares(
     op: Operation, piece: int, starts: Sequence[int], sizes: Sequence[int], dtype: DType, hosts: Sequence[int]
 ) -> Transfer | None:
-    """Send this host's share to ``hosts``; where this is one of them, get all others' shares."""
+    """Send this host's share to ``hosts``; if this host is one of them, get the others' shares."""
     layout, item = op.layout, dtype.itemsize
     me = layout.host
     sends = [(layout.lane(h), piece + starts[me] * item, sizes[me] * item) for h in hosts if h != me]
@@ -154,7 +153,7 @@ def broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) 
 
 
 def _broadcast_chunk(op: Operation, address: int, count: int, dtype: DType, root: int) -> Chunk:
-    """The root's host has it from the root. Each other host gets a share from there, and the rest from the others."""
+    """The root's host gets the chunk from the root. It sends each other host a share; these send each other theirs."""
     layout, item = op.layout, dtype.itemsize
     home = layout.host_of[root]
     counts = _lane_counts(layout, count)
@@ -198,7 +197,7 @@ def all_gather(op: Operation, source: int, targets: Sequence[int], counts: Seque
 
 
 def _all_gather_chunk(op: Operation, source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType) -> Chunk:
-    """Each rank sends what it has to one rank of each other host, which shares it with its host."""
+    """Each rank sends its piece to one rank of each other host, which shares it with that host."""
     layout, item = op.layout, dtype.itemsize
     me, here = layout.rank, layout.here
     held = [r for h in layout.others for r in layout.hosts[h] if layout.holder(layout.host, r) == me]
@@ -224,8 +223,7 @@ def _share(
 def _in_places(
     op: Operation, ranks: Sequence[int], counts: Sequence[int], addresses: Sequence[int]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Counts and addresses of the pieces of ``ranks``, one for each rank of this host; empty ones where there are more
-    of these."""
+    """Counts and addresses of the pieces of ``ranks``, one for each rank of this host; empty for ranks left over."""
     spare = len(op.layout.here) - len(ranks)
     return (*[counts[r] for r in ranks], *[0] * spare), [addresses[r] for r in (*ranks, *[op.layout.rank] * spare)]
 
@@ -246,7 +244,7 @@ def reduce_scatter(
 def _reduce_scatter_chunk(
     op: Operation, given: Sequence[int], target: int, counts: Sequence[int], levels: Levels
 ) -> Chunk:
-    """Each host combines the pieces for the ranks of others and sends them there; each rank combines what comes."""
+    """Each host combines its pieces for ranks of other hosts and sends them there; each rank combines what comes."""
     layout, item = op.layout, levels.kept.itemsize
     me, mine = layout.rank, counts[layout.rank]
     came = {h: op.borrow(mine * item) for h in layout.others}

@@ -1,4 +1,4 @@
-"""Which ranks of a group are still there, as this one learns it. A change wakes all threads that wait for a rank."""
+"""Presence: which ranks of a group are still there, as far as this rank knows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from symcomm.hierarchical.leader_links import LeaderLinks
 
 
 class Presence:
-    """The presence of one group's ranks. A change wakes ``links``, too."""
+    """The presence of one group's ranks. A change wakes all threads that wait for a rank, in ``cond`` or ``links``."""
 
     _control: ControlChannel
     _endpoints: Sequence[Endpoint]
@@ -26,7 +26,7 @@ class Presence:
         self._control, self._endpoints = control, endpoints
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank left, or its connection to us broke."""
+        """Whether a rank left, or its connection to this one broke."""
         return rank in self.left or self._control.is_lost(self._endpoints[rank].nonce)
 
     def notify(self, _: Any = None) -> None:

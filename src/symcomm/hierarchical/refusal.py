@@ -1,8 +1,8 @@
-"""Calls that a rank refuses, told across hosts.
+"""Tells ranks on all hosts that a rank refuses its call.
 
-The ranks of its host find the refusal in the first step of the operation, where it takes the place of that rank's
-arrival. It sends the leaders of the other hosts a message; they find it while they wait for that host's arrival, and
-refuse the next step on their own hosts, where all others wait for them.
+Ranks of its host find the refusal in the first step of the operation, in place of that rank's arrival. The rank also
+sends a message to the leaders of the other hosts. A leader finds it while it waits for that host's arrival, and refuses
+the next step on its own host, where all other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from symcomm.group.work import Batch
 from symcomm.hierarchical.failure import REACH, OperationRefused
 from symcomm.hierarchical.session import ProtocolViolation
 
-MOST = 10_000  # calls that ranks have refused and this one has not come to
+MOST = 10_000  # refused calls that this rank has not reached
 
 
 class RefusalsAcrossHosts:
@@ -25,7 +25,7 @@ class RefusalsAcrossHosts:
 
     def __init__(self, group: Any):
         self._group: Callable[[], Any] = weakref.ref(group)  # must not keep the group alive
-        self._elsewhere: dict[int, bytes] = {}  # by sequence number: what a rank of another host told
+        self._elsewhere: dict[int, bytes] = {}  # sequence number -> the words of a rank of another host
 
     def tell(self, seq: int, told: bytes) -> None:
         """Tell the leaders of the other hosts that this rank refuses its call."""
@@ -53,7 +53,7 @@ class RefusalsAcrossHosts:
             raise OperationRefused(told, is_news=True)
 
     def found(self, refusal: OperationRefused, what: str, batch: Batch | None) -> errors.CallRefusedError:
-        """The exception for it. The ranks of this host are told, if they cannot know."""
+        """The exception for a refusal. Tells the ranks of this host, if they do not know."""
         group = self._group()
         if refusal.is_news and refusal.told is not None and len(group.layout.here) > 1:
             group.local.handle.refuse(refusal.told, group.timeout_ns, 0)

@@ -1,4 +1,4 @@
-"""All-gather of bytes among some ranks of a group across hosts, over control channels instead of a store.
+"""Gathers bytes among some ranks of a group across hosts, over control channels instead of a store.
 
 Used to build groups from groups, and to shrink a group.
 """
@@ -17,7 +17,7 @@ SLICE = 0.05  # seconds between liveness checks
 
 
 class Rounds:
-    """What each rank of a group has published, by topic."""
+    """The items that each rank of a group has published, by topic."""
 
     def __init__(self, group: Any):
         self._group: Callable[[], Any] = weakref.ref(group)
@@ -31,12 +31,12 @@ class Rounds:
             self._group().cond.notify_all()
 
     def gone(self) -> set[int]:
-        """Ranks that died or left: those of this host as the kernel reports it, others by their connection to us."""
+        """Ranks that died or left. Of this host, the kernel says so; of others, the end of their connection."""
         group = self._group()
         return {*group.local.gone(), *(r for r in range(self.size) if r != self.rank and group.is_gone(r))}
 
     def dead(self) -> set[int]:
-        """Ranks that died, among those that are gone."""
+        """Those of the gone ranks that died."""
         group = self._group()
         here = {r for r, how in group.local.gone().items() if how == Status.DEAD}
         return here | {r for r in group.layout.away if group.is_gone(r) and r not in group.left}
@@ -57,7 +57,7 @@ class Rounds:
             return [r for r in ranks if (key, r) not in self._published]
 
     def published(self, key: str, rank: int) -> str:
-        """What ``rank`` has published, or "". A rank does not ask for its own."""
+        """The item that ``rank`` has published, or "". A rank's own does not count."""
         with self._group().cond:
             return "" if rank == self.rank else self._published.get((key, rank), "")
 
@@ -66,7 +66,7 @@ class Rounds:
             return [self._published.pop((key, r)) for r in ranks]
 
     def check_members(self, ranks: Collection[int], begun: float, what: str) -> None:
-        """Raise if the group has failed, or one of ``ranks`` is gone: then it fails now."""
+        """Raise if the group has failed. It fails now if one of ``ranks`` is gone."""
         group = self._group()
         gone = sorted(self.gone().intersection(ranks))
         if gone and group.failures.verdict is None:
@@ -75,16 +75,16 @@ class Rounds:
             raise group.state.fail_operation(what, time.monotonic() - begun)
 
     def forget(self, prefix: str) -> None:
-        """Drop what was published on topics that are over."""
+        """Drop the items of topics that are over."""
         with self._group().cond:
             for key in [key for key in self._published if key[0].startswith(prefix)]:
                 del self._published[key]
 
 
 class ControlExchange:
-    """An exchange (see memory/share.py) among ``ranks``, all of which call it equally often. ``check`` raises once
-    waiting is useless; by default, when one of them is gone, or the group has failed. ``late(missing)``: what to raise
-    at the deadline."""
+    """An exchange (see memory/share.py) among ``ranks``, which all call it equally often. ``check`` raises once waiting
+    is useless; by default, when one of them is gone, or the group has failed. ``late(missing)`` makes the error that is
+    raised at the deadline."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class ControlExchange:
         return [text.encode("latin-1") for text in self._rounds.take(key, self._ranks)]
 
     def add_check(self, check: Callable[[], None]) -> None:
-        """What else raises once waiting is useless."""
+        """``check`` raises, too, once waiting is useless."""
         self._checks.append(check)
 
     def check(self) -> None:
@@ -126,7 +126,7 @@ class ControlExchange:
                 raise errors.RankFailedError(f"{self._what}: rank {rank} gave up: {why}", [rank])
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others why this rank cannot take part, unless one of them told us."""
+        """Tell the others why this rank cannot take part, unless another rank gave up first."""
         if not self._is_over and not isinstance(error, (errors.PeerError, errors.DeadlineError)):
             self._is_over = True
             self._rounds.publish(f"{self._topic}/failed", str(error) or type(error).__name__, self._ranks)

@@ -9,7 +9,7 @@ from typing import Any
 from symcomm.memory.arena import Arena
 
 Piece = ctypes.Array[Any]
-KEEP_BYTES = 64 << 20  # what is kept for the next operation
+KEEP_BYTES = 64 << 20  # kept for the next operations, at most
 
 
 class Scratch:

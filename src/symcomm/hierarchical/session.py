@@ -1,16 +1,16 @@
 """Authentication of both ends of a connection between hosts, and of every frame.
 
-Both sides prove that they know a secret by signing two fresh random numbers, one of either side; it never travels::
+Both sides prove that they know a secret, which never travels. Each signs two fresh random numbers, one of either side::
 
     caller: {"from": its name, "nonce": ..., "group": the group that is to own the connection}
     callee: {"nonce": ..., "proof": its signature of all that}
     caller: {"proof": its signature of all that}
 
-From then on every frame carries a MAC whose key comes from the secret and both numbers, so that nobody else can forge,
+From then on every frame carries a MAC, whose key comes from the secret and both numbers. So no third party can forge,
 change, replay, drop or reflect a frame. Nothing is encrypted.
 
-The secret is the job's token (SYMCOMM_TOKEN) where there is one. Otherwise it is one that the callee made and the
-caller read from the store: as safe as the store is (docs/explanation/security.md).
+The secret is the job's token (SYMCOMM_TOKEN) if there is one. Otherwise the callee makes a secret, and the caller reads
+it from the store; it is then as safe as the store (docs/explanation/security.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 NONCE_SIZE = 32
 MAC_SIZE = 16
-LONG = 4096  # bytes of a payload from which on its SHA-256 is signed instead, for which CPUs have instructions
+LONG = 4096  # from so many bytes on, a payload's SHA-256 is signed instead: CPUs have instructions for it
 LONGEST_NAME = 128  # of a control channel
 LONGEST_KEY = 2048  # of a group
 
@@ -38,7 +38,7 @@ class ConnectionClosed(Exception):
 
 
 class ProtocolViolation(ConnectionClosed):
-    """The peer did what no rank of the job does; the text says what, for the log."""
+    """The peer broke the protocol; the text says how, for the log."""
 
 
 def _no_constant(name: str) -> Any:
@@ -73,7 +73,7 @@ class FrameSigner:
         self._count = 0
 
     def begin(self, head: bytes | memoryview) -> Any:
-        """A hash of a frame's first part; ``update`` adds to it what is short."""
+        """A hash of a frame's first part; ``update`` adds the payload, or the SHA-256 of a long one."""
         mac = self._base.copy()
         mac.update(_COUNTER.pack(self._count))
         mac.update(head)
@@ -81,14 +81,14 @@ class FrameSigner:
         return mac
 
     def sign(self, head: bytes | memoryview, payload: bytes | bytearray | memoryview) -> bytes:
-        """The MAC of a whole frame. ``head``: its lengths and its header."""
+        """The MAC of a complete frame. ``head``: its lengths and its header."""
         mac = self.begin(head)
         mac.update(hashlib.sha256(payload).digest() if len(payload) >= LONG else payload)
         return mac.digest()
 
 
 class Session(abc.ABC):
-    """One side of a handshake. ``ready`` once the peer has authenticated; then both signers exist."""
+    """One side of a handshake. It is ``ready`` once the peer has authenticated; then both signers exist."""
 
     peer: str
     group: str | None  # the group that owns the connection

@@ -1,5 +1,5 @@
-"""Shrinking a group across hosts: members of an attempt build its group, vote when they have, and use it once that
-attempt is decided (membership/succession.py). A member that cannot build it says for which ranks it waited in vain."""
+"""Shrinking a group across hosts. Members of an attempt build its group, then vote, and use the group once the attempt
+is decided (membership/succession.py). A member that cannot build it says for which ranks it waited in vain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Make = Callable[[Sequence[int], Exchange], Any]
 
 
 class MembersLost(errors.RankFailedError):
-    """Members of an attempt are gone, as the group that is shrunk counts them."""
+    """Members of an attempt are gone; ``ranks`` are those of the group that shrinks."""
 
 
 class MembersLate(errors.DeadlineError):
@@ -24,7 +24,7 @@ class MembersLate(errors.DeadlineError):
 
 
 def shrink(group: Any, timeout: float, exclude: Collection[int], quorum: int | None, make: Make) -> Any:
-    """The group that ``make(members, exchange)`` gives, on every member alike."""
+    """The group that ``make(members, exchange)`` returns; it has the same members on all of them."""
     group.board.begin(timeout, quorum)
     smaller = agree(
         group.board, timeout, exclude, lambda succession, attempt: _build(group, succession, attempt, make)
@@ -53,7 +53,7 @@ def _build(group: Any, succession: Succession, attempt: Attempt, make: Make) -> 
         _go_on_without(succession, attempt, error.ranks)
     except MembersLate as error:
         _go_on_without(succession, attempt, board.find_culprits(attempt, error.missing))
-    except (errors.PeerError, errors.DeadlineError):  # it numbers ranks differently; the next attempt knows more
+    except (errors.PeerError, errors.DeadlineError):  # its ranks are the new group's; the next attempt knows more
         _go_on_without(succession, attempt, ())
     try:
         succession.vote(attempt)

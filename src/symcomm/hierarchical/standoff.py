@@ -1,7 +1,7 @@
-"""Waits for messages in a group across hosts: what the ranks do that a message waits for.
+"""Long waits for messages in a group across hosts.
 
-A rank that waits for long asks the ranks it waits for what they are doing. The answers show which ranks are gone that
-never talked to this one, and which wait in a collective that this rank has not called: a stand-off, see
+A rank that waits long for a message asks the awaited ranks what they are doing. That shows whether one is gone that
+never talked to this rank, and whether they wait in a collective that this rank has not called: a stand-off, see
 group/standoff.py.
 """
 
@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 from symcomm.errors import format_ranks
 from symcomm.group.standoff import ANY_SOURCE, format_message, in_collective, warn
 
-FIRST = 0.5  # seconds until ranks are asked; and asked again, before a stand-off is said to be one
+FIRST = 0.5  # seconds until ranks are asked, and until they are asked again before a stand-off is reported
 RARELY = 5.0  # seconds between later questions, at most
 
 
 class Lasting(NamedTuple):
-    """What a rank is in. ``key`` tells it from others: the number of a collective."""
+    """The call that a rank waits in. ``key`` tells it from others: the number of a collective, or the id of a wait."""
 
     key: int
     call: str
     site: str
     since: float
-    awaited: Collection[int] | None  # ranks, in a message
+    awaited: Collection[int] | None  # the ranks that a message waits for; None: it is a collective
 
 
 class Waits:
@@ -40,7 +40,7 @@ class Waits:
 
     @contextlib.contextmanager
     def of(self, work: Any) -> Iterator[Wait]:
-        """A thread waits for ``work``."""
+        """Within the block, a thread waits for ``work``."""
         wait = Wait(self, work)
         self._works[wait] = work
         try:
@@ -49,7 +49,7 @@ class Waits:
             del self._works[wait]
 
     def words(self) -> str:
-        """``waits for a message from rank 0``; empty: for none. One of them, if several threads do."""
+        """``waits for a message from rank 0``, of one thread if several wait; empty if none does."""
         for message in [work.message for work in list(self._works.values())]:
             return f"waits {'to send to' if message.is_send else 'for a message from'} {_peer_of(message)}"
         return ""
@@ -62,7 +62,7 @@ class Waits:
         return None
 
     def describe(self, ranks: Collection[int]) -> str:
-        """Asks ``ranks`` why none of them did its part of a message."""
+        """Ask ``ranks`` why none of them did its part of a message."""
         return self.explain(ranks, self._group().failures.survey(ranks))
 
     def explain(self, ranks: Collection[int], answers: dict[int, dict[str, Any]], me: str = "this rank") -> str:
@@ -73,7 +73,7 @@ class Waits:
         return self._standoff(ranks, answers, me)[1]
 
     def ask(self, ranks: Collection[int]) -> tuple[int, str]:
-        """If all of ``ranks`` wait in a collective that this rank has not called: its number, and words."""
+        """(number, words) of a collective in which all of ``ranks`` wait, and which this rank has not called."""
         group = self._group()
         return self._standoff(ranks, group.failures.survey(ranks), f"rank {group.rank}")
 
@@ -86,8 +86,8 @@ class Waits:
         return seq, in_collective(sorted(ranks), theirs[0]["call"], seq, me)
 
     def on_standoff(self, is_send: bool, rank: int, tag: int) -> None:
-        """The core has seen one between ranks of this host for a second. It cannot know whether this rank is in a
-        collective: an operation that waits for the network is in no call of the core."""
+        """The core calls this when it has seen a stand-off on this host for a second. The core cannot know whether this
+        rank is in a collective: an operation that waits for the network is in no call of the core."""
         words = self.ask([rank])[1]
         if words:
             warn(self._group().state, format_message(is_send, rank, tag), words)
@@ -109,13 +109,13 @@ class Wait:
         self._told = False
 
     def look(self) -> None:
-        """Called again and again while it lasts. Another thread asks the ranks: an answer may take long."""
+        """Called again and again during the wait. Another thread asks the ranks: an answer may take long."""
         now = time.monotonic()
         if now < self._ask_at or (self._asking is not None and self._asking.is_alive()):
             return
         self._ask_at = now + min(RARELY, FIRST + (now - self.begun) / 8)
         self._asking = threading.Thread(target=self._ask, name="symcomm-standoff", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread: it is only not said
+        with contextlib.suppress(RuntimeError):  # without a thread there is no warning, but the wait goes on
             self._asking.start()
 
     def _ask(self) -> None:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Of a host's ranks, the one that talks to the other hosts: the same for every call, so that mismatches are found.
+# The one of a host's ranks that talks to the other hosts. It is the same for every call, so that mismatches are found.
 LEADER = 0
 
-# Bytes that travel eagerly, with the arrival messages of hosts: up to EAGER_MAX from one host to another, always, and
-# up to EAGER_HOST_MAX that leave a host. An engine's threads and a second trip cost more than the network takes for
-# these. 2 x 2 ranks at 1 Gbit/s, ms with arrivals and with Gloo as engine: all_reduce of 256 KiB 2.9 and 5.9, of 512
-# KiB 6.7 and 7.6; gather of 1 MiB, half of which crosses, 4.5 and 4.7. From 1 MiB on copies by the leader dominate:
-# all_to_all 10 to 13 and 11 to 15.
+# Bytes that travel eagerly, with the arrival messages of hosts: always up to EAGER_MAX from one host to another, and up
+# to EAGER_HOST_MAX that leave a host. For so few, an engine's threads and a second trip cost more than the network.
+# 2 x 2 ranks at 1 Gbit/s, ms with arrivals and with Gloo as engine: all_reduce of 256 KiB 2.9 and 5.9, of 512 KiB 6.7
+# and 7.6; gather of 1 MiB, half of which crosses, 4.5 and 4.7. From 1 MiB on, the leader's copies dominate: all_to_all
+# 10 to 13 and 11 to 15.
 EAGER_MAX, EAGER_HOST_MAX = 4 << 10, 512 << 10
 EAGER_REDUNDANT_MAX = 128 << 10  # bytes that leave a host; an engine would send each host only a part of them
 
 
 def fits_eager(nbytes: int, hosts: int, is_whole: bool = False, most: int = EAGER_HOST_MAX) -> bool:
-    """Whether ``nbytes`` from each host to each other travel with arrivals. ``is_whole``: the same bytes to each host;
-    ``most``: bytes that may leave a host so, of which an engine may want fewer."""
+    """Whether ``nbytes`` from each host to each other travel with arrivals. ``is_whole``: each host gets the same ones.
+    ``most``: the bytes that may leave a host so, which depends on the engine."""
     redundant = nbytes * (hosts - 2) if is_whole else 0
     return nbytes <= EAGER_MAX or (nbytes * (hosts - 1) <= most and redundant <= EAGER_REDUNDANT_MAX)
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
-    """Sizes of ``parts`` pieces of ``count`` elements; they differ by one at most, larger ones first."""
+    """The sizes of ``parts`` pieces of ``count`` elements; they differ by at most one, the larger ones first."""
     size, more = divmod(count, parts)
     return [size + (i < more) for i in range(parts)]
 
@@ -32,8 +32,8 @@ def split_evenly(count: int, parts: int) -> list[int]:
 class Layout:
     """``hosts[h]`` are the ranks of host h, ascending; hosts are ordered by their first rank.
 
-    Lane i is the i-th rank of every host; there are as many lanes as the smallest host has ranks. Counterparts are
-    wider: every rank has at least one on every other host, so that each host talks to each rank of the others."""
+    Lane i is the i-th rank of every host; there are as many lanes as the smallest host has ranks. Every rank has at
+    least one counterpart on every other host, so that each host has a connection to each rank of the others."""
 
     def __init__(self, hosts: Sequence[Sequence[int]], rank: int):
         self.hosts = sorted(sorted(ranks) for ranks in hosts)
@@ -67,7 +67,7 @@ class Layout:
         return self.local < self.lanes
 
     def holder(self, host: int, rank: int) -> int:
-        """Who on ``host`` receives and sends on behalf of ``rank``, which is on another."""
+        """The rank of ``host`` that receives and sends on behalf of ``rank``, which is on another host."""
         return self.hosts[host][self.local_of[rank] % len(self.hosts[host])]
 
     @property

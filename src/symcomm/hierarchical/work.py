@@ -1,4 +1,4 @@
-"""Operations of a group across hosts that run while the caller goes on: one thread of the group runs them in order."""
+"""Asynchronous operations of a group across hosts: one thread of the group runs them in order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HierarchicalWork(Work):
         self._ended.set()
 
     def _copy_out(self, status: int) -> None:
-        """The thread that performs the operation finishes its outputs, so there is only the error to take over."""
+        """The thread that performed the operation has finished its outputs, so only the error is taken over."""
         with self._lock:
             if not self.settled:
                 self._error, self.outputs = self._failed_with, []
@@ -61,14 +61,14 @@ class HierarchicalWork(Work):
         state = self._state
         try:
             return self._ended.wait(None if timeout_ns == FOREVER else timeout_ns / 1e9)
-        except BaseException:  # of a signal handler: as in a call that blocks
+        except BaseException:  # a signal handler raised: do as in a blocking call
             if state is not None:
                 state.failures.abort()
             self._ended.wait()
             raise
 
     def _give_up(self, seconds: float) -> None:
-        """The deadline of whatever runs is now: this one, or one that it stands behind."""
+        """Fail the operation that runs as late: this one, or an earlier one that holds it up."""
         state = self._state
         if state is not None:
             others = [r for r in range(state.size) if r != state.rank]
@@ -78,7 +78,7 @@ class HierarchicalWork(Work):
 
 
 class Runner:
-    """The thread, started with the first asynchronous operation."""
+    """The thread. It starts with the first asynchronous operation."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[HierarchicalWork | None] = queue.SimpleQueue()

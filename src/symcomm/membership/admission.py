@@ -1,13 +1,13 @@
-"""Who joins: the named participants build a group together, and either all go on in it or none does.
+"""Admission: the named participants build a group together, and either all go on in it or none does.
 
-They exchange through a store what building takes, and each says when it has built its part. Then the round gets its
-verdict, in a register that is written once. A rank that has heard from all writes "go"; one that met a failure or ran
-out of time writes why not. The first value holds for everybody. Here the register is a key of the store;
+They exchange through a store what they need to build it, and each says when it has built its part. Then the round gets
+its verdict, in a register that is written once. A rank that has heard from all writes "go"; a rank that met a failure,
+or ran out of time, writes why not. The first value holds for all. Here the register is a key of the store;
 replicated_round.py has one that survives the death of any participant.
 
 In the store::
 
-    1/i, 2/i ...       what number i told the others, first, second ...
+    1/i, 2/i ...       the items of participant i in the first, second ... exchange
     verdict            "go", or why not
 """
 
@@ -28,17 +28,17 @@ GO = "go"
 
 
 class Round:
-    """Participant ``index`` of ``size`` that build a group. ``find_failure`` says what is known to be wrong, or ""."""
+    """Participant ``index`` of ``size`` that build a group. ``find_failure`` says what has gone wrong, or ""."""
 
     def __init__(self, store: Any, index: int, size: int, seconds: float, find_failure: Callable[[], str] = str):
         self._store, self.index, self.size, self.seconds = store, index, size, seconds
         self._end = time.monotonic() + seconds
         self._find_failure = find_failure
         self._turn = 0
-        self.own_error: BaseException | None = None  # why this participant cannot go on, where that is its own fault
+        self.own_error: BaseException | None = None  # why this participant cannot go on, if the reason is its own
 
     def exchange(self, item: bytes) -> list[bytes]:
-        """All-gather bytes; raises RankFailedError as soon as the round cannot succeed any more."""
+        """Gather all participants' bytes; raises RankFailedError as soon as the round cannot succeed any more."""
         self._turn += 1
         keys = [f"{self._turn}/{i}" for i in range(self.size)]
         self._store.set(keys[self.index], b"." + item)
@@ -57,7 +57,7 @@ class Round:
     def check(self) -> None:
         """Raise if the round cannot succeed any more."""
         why = bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else self._find_failure()
-        if why and why != GO:  # "go": what was missing has come meanwhile
+        if why and why != GO:  # "go": the missing items have come meanwhile
             raise self.to_error(why)
 
     def late(self, missing: Sequence[int]) -> errors.SymcommError:
@@ -73,7 +73,7 @@ class Round:
         return str(error)
 
     def _clean_up(self) -> None:
-        """Delete the earlier keys, some of which are secret. All have built their parts, so no rank reads them."""
+        """Delete the earlier keys, since some hold secrets. All have built their parts, so no rank reads them."""
         for turn in range(1, self._turn):
             with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
                 self._store.delete_key(f"{turn}/{self.index}")
@@ -82,11 +82,11 @@ class Round:
         return max(0.001, self._end - time.monotonic())
 
     def decide(self, verdict: str) -> str:
-        """The verdict that holds for everybody: this one, unless another came first."""
+        """The verdict that holds for all: this one, unless another came first."""
         return bytes(self._store.compare_set("verdict", "", verdict)).decode()
 
     def build(self, make: Callable[[Round], Any]) -> Any:
-        """What ``make(self)`` builds with all others. If the round fails: None, and the verdict is in ``why``."""
+        """What ``make(self)`` builds with the others; None if the round fails, and ``why`` is then the verdict."""
         built, self.why = None, GO
         try:
             built = make(self)
@@ -114,14 +114,14 @@ class Round:
         return f"rank {index} of the new group (pid {os.getpid()})"
 
     def _blame_self(self, error: BaseException) -> BaseException:
-        """Name this participant in an error that only it can know: the others will read it."""
+        """If only this participant can know of an error, name the participant in it: the others will read it."""
         if isinstance(error, (errors.PeerError, errors.DeadlineError, errors.CallerError, OthersShortage)):
             return error
         self.own_error = error
         return errors.ResourceError(f"{self.describe(self.index)} gave up: {str(error) or type(error).__name__}")
 
     def settle(self, verdict: str) -> str:
-        """The verdict that holds for everybody. Raises if this rank cannot know it: it then has neither group."""
+        """The verdict that holds for all. Raises if this rank cannot learn it; the rank is then in neither group."""
         return self.decide(verdict)
 
     def _drop(self, built: Any) -> None:

@@ -1,8 +1,8 @@
 """Handles: how processes that may form a group find each other.
 
-A handle names a process that serves a small store of its own: where it listens, the token that opens it, and which
-group of that process is meant. Callers pass handles on as they like (a file, a database, a job queue) and treat them
-as secrets: whoever holds one can talk to that store, and to nothing else.
+A handle names a process that serves a small store of its own: where the store listens, the token that opens it, and
+which group of the process is meant. Callers pass handles on as they like (a file, a database, a job queue) and keep
+them secret: the holder of a handle can talk to that store, and to nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Handle(NamedTuple):
         if fields[1:2] != [VERSION]:
             raise _bad_handle(text, f"of version {VERSION}", "run the same version of symcomm everywhere")
         if len(fields) != 7 or checksum != _checksum(body):
-            raise _bad_handle(text, "a whole handle", "it was cut or changed on its way")
+            raise _bad_handle(text, "a complete handle", "it was cut or changed on its way")
         return cls(fields[2], int(fields[3]), int(fields[4]), fields[5], fields[6])
 
 
@@ -52,12 +52,12 @@ def _checksum(text: str) -> str:
 
 
 def _bad_handle(got: object, allowed: str, fix: str = "") -> errors.BadArgumentError:
-    shown = f"{got[:24]}..." if isinstance(got, str) and len(got) > 24 else got  # what follows holds the token
+    shown = f"{got[:24]}..." if isinstance(got, str) and len(got) > 24 else got  # the rest holds the token
     return errors.bad_argument("reconfigure", "each handle", shown, allowed, fix)
 
 
 def members_of(handles: object, own: Handle) -> list[Handle]:
-    """The members in rank order: that of a list, or of a sorted set. ``own`` must be among them."""
+    """The members in rank order: the order of a list, or of a sorted set. ``own`` must be among them."""
     if not isinstance(handles, (list, tuple, set, frozenset)):
         raise errors.bad_argument("reconfigure", "handles", handles, "a list or a set of handles")
     if not handles:
@@ -67,12 +67,12 @@ def members_of(handles: object, own: Handle) -> list[Handle]:
     if len({member.ident for member in members}) != len(members):
         twice = next(i for i, member in enumerate(members) if member in members[:i])
         raise errors.BadArgumentError(
-            f"reconfigure: handles must be unique; the one at position {twice} was there before."
+            f"reconfigure: handles must be unique; the one at position {twice} occurs before."
         )
     if own not in members:
         raise errors.BadArgumentError(
             f"reconfigure: none of the {len(members)} handles is this process's own; "
-            "only members of the new group call it, with get_reconfigure_handle() of each."
+            "only members of the new group call it, with each member's get_reconfigure_handle()."
         )
     return members
 
@@ -94,7 +94,7 @@ _current: weakref.ref[HandleServer] | None = None
 
 
 def handle_server() -> HandleServer:
-    """The one of this process; it ends with the last group that holds it."""
+    """This process's server; it ends with the last group that holds it."""
     global _current
     with _lock:
         found = _current() if _current is not None else None

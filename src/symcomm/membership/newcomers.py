@@ -1,12 +1,12 @@
 """How newcomers and members find each other, in the store.
 
-A process that wants to join draws a ticket, leaves a request and waits for an answer: the round (admission.py) that it
-is invited to. In the store, below ``grow/<name of the group>``::
+A process that wants to join draws a ticket, leaves a request and waits for an answer: an invitation to a round
+(admission.py). In the store, below ``grow/<name of the group>``::
 
-    tickets            how many were drawn
-    request/T, answer/T   who drew ticket T; the round it is invited to, or that it was cancelled
-    rounds             how many there were; N/...: what belongs to round N
-    closed             why there is nothing to join any more
+    tickets               how many were drawn
+    request/T, answer/T   the process that drew ticket T; its invitation, or that the ticket was withdrawn
+    rounds, N/...         how many there were; the keys of round N
+    closed                why there is nothing to join any more
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _started(pid: int) -> str:
-    """When a process started: with its pid, that identifies it for ever."""
+    """When a process started. Together with its pid, that identifies it for ever."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[19]
 
@@ -41,7 +41,7 @@ def _pid_namespace() -> str:
 
 
 class NewcomerProcess:
-    """The process behind a request: whether it has died, if its pid means something to us."""
+    """The process behind a request. ``is_dead()`` can only tell for a process of this pid namespace."""
 
     def __init__(self, request: dict[str, Any]):
         self.pid = request["pid"]
@@ -59,7 +59,7 @@ class NewcomerProcess:
     def _ended(self) -> bool:
         if self._fd is None:
             return False
-        poll = select.poll()  # its number may be beyond what select() knows
+        poll = select.poll()  # select() takes no descriptors above 1023
         poll.register(self._fd, select.POLLIN)
         return bool(poll.poll(0))
 
@@ -77,7 +77,7 @@ class JoinQueue:
 
     def __init__(self, store: Any, name: str):
         self.store = PrefixStore(f"grow/{name}", store)
-        self._first = 1  # all tickets before are answered
+        self._first = 1  # all tickets before this one are answered
 
     def round_store(self, number: int) -> PrefixStore:
         """The part of the store that belongs to a round."""
@@ -99,20 +99,20 @@ class JoinQueue:
         return None
 
     def settle(self, ticket: int, answer: dict[str, Any]) -> bool:
-        """Answer a ticket; False when that was done before."""
+        """Answer a ticket; False if it has another answer already."""
         text = json.dumps(answer)
         return bytes(self.store.compare_set(f"answer/{ticket}", "", text)).decode() == text
 
     # -- the members' side
 
     def waiting(self) -> dict[int, dict[str, Any]]:
-        """Requests by ticket, of those that were not answered yet."""
+        """Ticket -> request, of those that were not answered yet."""
         drawn = self.store.add("tickets", 0)
         found: dict[int, dict[str, Any]] = {}
         for ticket in range(self._first, drawn + 1):
             if self.store.check([f"answer/{ticket}"]):
                 if ticket == self._first:
                     self._first += 1
-            elif self.store.check([f"request/{ticket}"]):  # else it is being written
+            elif self.store.check([f"request/{ticket}"]):  # otherwise it is being written
                 found[ticket] = json.loads(self.store.get(f"request/{ticket}"))
         return found

@@ -1,12 +1,12 @@
 """The board of ranks on several hosts (see succession.py): a quorum of them keeps it, by messages that may be lost.
 
-Some hosts may be partitioned from the rest, even in one direction only. So the standing is a register that a quorum of
-the group's members keeps, as in CASPaxos. Two quorums have a rank in common, so two halves of a job never both go on. A
-quorum is more than half of the members, or just half of them with rank 0; callers may ask for another number.
+Two halves of a job never both go on, even if some hosts are partitioned from the rest, or in one direction only. For
+that, the standing is a register that a quorum of the group's members keeps, as in CASPaxos: two quorums have a rank in
+common. A quorum is more than half of the members, or just half of them with rank 0; callers may ask for another number.
 
 Every member is an acceptor, in the thread of its control channel, whether it calls shrink() or not. It remembers
 
-    promised   the highest *ballot* that it has seen: (number, rank of the proposer). It takes part in no lower one.
+    promised   the highest *ballot* that it has seen: (number, rank of the proposer). It takes part in no lower ballot.
     accepted   the standing that it agreed to last, and in which ballot
     known      the newest standing that it knows a quorum agreed to
 
@@ -14,12 +14,12 @@ To change the standing, a rank
 
 1. sends ``prepare`` with a higher ballot to all members. Each either promises it and says what it has accepted, or
    refuses;
-2. takes what was accepted in the highest ballot, once a quorum has promised. If that is what it wanted to change, it
-   sends ``accept`` with its own standing to all, else with the one it found, which may not have a quorum yet;
-3. tells all members what the standing is, once a quorum has accepted.
+2. once a quorum has promised, takes the standing that was accepted in the highest ballot. If that is the one it wanted
+   to change, it sends ``accept`` with its own standing to all, else with the one it found, which may lack a quorum yet;
+3. once a quorum has accepted, tells all members the standing.
 
-The lowest rank goes first. If nothing comes of that, others follow a moment later. A quorum that callers ask for may
-have no rank in common with another; each step then waits for all that may go on, and leaves out those that do not
+The lowest rank goes first. If that leads nowhere, others follow a moment later. A quorum that callers ask for may have
+no rank in common with another; each step then waits for all ranks that may go on, and leaves out those that do not
 answer.
 
 Records are sent to all members and may be lost: a rank that missed a vote still learns of the decision."""
@@ -59,7 +59,7 @@ def age(standing: Standing) -> tuple[int, bool]:
 
 
 class Acceptor:
-    """What one rank remembers. Each kind of message has a handler here, which returns the answer, if there is one."""
+    """What one rank remembers. Each kind of message has a handler here, which returns the answer if there is one."""
 
     def __init__(self) -> None:
         self.promised = NO_BALLOT
@@ -68,10 +68,10 @@ class Acceptor:
         self.records: dict[int, Record] = {}
         self.late: dict[int, int] = {}  # the last attempt in which a rank waited too long for others
         self.quit: set[int] = set()  # ranks that came, and gave up
-        self.ballot = NO_BALLOT  # this rank's; below, what the others answered
+        self.ballot = NO_BALLOT  # this rank's own; the fields below hold the others' answers to it
         self.promises: dict[int, tuple[Ballot, Standing]] = {}
         self.acceptances: set[int] = set()
-        self.heard: set[int] = set()  # who has answered since this rank began to change the standing
+        self.heard: set[int] = set()  # ranks that have answered since this one began to change the standing
 
     def on_prepare(self, rank: int, header: dict[str, Any]) -> dict[str, Any]:
         ballot = _ballot(header["proposal"])
@@ -109,7 +109,8 @@ class Acceptor:
             self.known = standing
 
     def on_record(self, rank: int, header: dict[str, Any]) -> None:
-        """Connections keep the order of messages, and a newer connection is used for all that is newer."""
+        """The newest record of a rank comes last: connections keep the order of messages, and newer connections carry
+        newer ones."""
         self.records[rank] = Record(vote=header["vote"], done=header["done"])
         self.late[rank] = header["late"]
         self.quit.discard(rank)
@@ -119,7 +120,7 @@ class Acceptor:
         self.quit.add(rank)
 
     def _refusal(self) -> dict[str, Any]:
-        """Tells a rank that lags behind how far this one is."""
+        """Tell a rank that lags behind how far this one is."""
         return {"step": "refused", "proposal": list(self.promised), "value": pack(self.known)}
 
 
@@ -139,10 +140,10 @@ class QuorumBoard(Board):
         self._timeout = self._deadline = 0.0
         self._quorum: int | None = None
         self._late = 0
-        self._silent: set[int] = set()  # ranks that did not answer in time, if all that may go on have to
+        self._silent: set[int] = set()  # ranks that did not answer in time, where all that may go on have to
 
     def begin(self, timeout: float, quorum: int | None) -> None:
-        """Says that this rank takes part in a call of shrink()."""
+        """Tell all that this rank takes part in a call of shrink()."""
         self._timeout, self._quorum = timeout, quorum
         self.publish()
 
@@ -159,7 +160,7 @@ class QuorumBoard(Board):
             group.tell_known(rank, {"kind": "agree", **answer})
 
     def _send_all(self, header: dict[str, Any]) -> None:
-        """To every member that can be reached, this one first."""
+        """Send it to every member that can be reached, this one first."""
         self.note(self.rank, header)
         group = self._group()
         others = [r for r in range(self.size) if r != self.rank and not group.is_gone(r)]
@@ -190,7 +191,7 @@ class QuorumBoard(Board):
         raise errors.NoQuorumError(
             f"shrink of group {self.name!r}: of its {self.size} ranks only {format_ranks(present)} can be "
             f"reached, and {least} are needed: the others may live, and go on by themselves. End this process, or pass "
-            "quorum= where they cannot.",
+            "quorum= if they cannot.",
             [r for r in range(self.size) if r not in present],
         )
 
@@ -221,7 +222,7 @@ class QuorumBoard(Board):
         return not self._await(lambda: self.now() != before, time.monotonic() + GRACE * left.index(self.rank))
 
     def _extend(self) -> None:
-        """Give a quorum the whole time-out again to answer."""
+        """Give a quorum the full time-out again to answer."""
         self._deadline, self._acceptor.heard = time.monotonic() + self._timeout, {self.rank}
 
     def _await_answers(self, answers: Callable[[], Collection[int]], after: Standing) -> bool:
@@ -229,7 +230,7 @@ class QuorumBoard(Board):
         acceptor = self._acceptor
 
         def missing() -> set[int]:
-            """With a smaller quorum any rank may take over, so all that go on have to know."""
+            """With a smaller quorum any rank may take over, so all ranks that go on have to answer."""
             if self._quorum is None:
                 return set()
             return set(range(self.size)) - after.attempt.dead - set(self.gone()) - set(answers())
@@ -240,7 +241,7 @@ class QuorumBoard(Board):
         def is_over() -> bool:
             return is_outdone() or (self._is_quorum(answers()) and not missing())
 
-        # a rank that was stopped finds answers that it has not read yet
+        # a rank that was stopped may have answers that it has not read yet
         if not self._await(is_over, self._deadline) and not self._await(is_over, time.monotonic() + GRACE):
             self._check_quorum(acceptor.heard)
             self._extend()
@@ -283,7 +284,7 @@ class QuorumBoard(Board):
             self._cond.wait(SLICE)
 
     def find_culprits(self, attempt: Attempt, missing: Collection[int]) -> Collection[int]:
-        """The ranks of ``missing`` that do not say that they wait for others themselves."""
+        """The ranks of ``missing`` that do not say that they, too, wait for others."""
         self._late = attempt.number
         self.publish()
 

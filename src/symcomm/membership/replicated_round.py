@@ -1,22 +1,24 @@
-"""A round (admission.py) that survives the death of any participant: what reconfigure() runs.
+"""A round (admission.py) that survives the death of any participant. reconfigure() runs it.
 
-Every process that may be a member serves a small store (handles.py). The participants exchange what building takes in
-the store of the first member. That member holds a connection to each of the others, and they hold one to it, so a death
-is noticed at once.
+Every process that may be a member serves a small store (handles.py). The participants exchange what they need to build
+the group in the first member's store. That member holds a connection to each of the others, and they hold one to it, so
+a death is noticed at once.
 
-The verdict is in a register of three replicas: every member takes its verdict ("go", or why not) to the stores of the
-first three members, in this order. The first value that reaches a store stays, and every member takes it along to the
-next. If one of the three is alive, all members pass it, and leave it with the same answer. A replica may be cut off
-from some members only, which must not divide them: a member that gets no answer from one says no to the rest. If they
-say "go" all the same, or do not answer either, it cannot know the verdict, and leaves both the old and the new group.
-Deaths alone divide nobody, and neither do cuts. Both at once may, but then the new group has a dead member, and fails.
+The verdict is in a register of three replicas. Every member takes its verdict ("go", or why not) to the stores of the
+first three members, in this order. The first value that reaches a store stays there, and every member takes it along to
+the next store. If one of the three is alive, all members pass it, and leave it with the same answer.
+
+A replica may be cut off from some members only, which must not divide them. So a member that gets no answer from one
+says no to the rest. If these say "go" all the same, or do not answer either, it cannot know the verdict, and leaves
+both the old and the new group. Deaths alone never divide the members, nor do cuts. Both at once may, but then the new
+group has a dead member, and fails.
 
 In a member's store::
 
     at/<ident>                    the uuid that a process last came with
-    <uuid>-<hash>/1/i, 2/i ...    in one reconfiguration: what number i told the others, first, second ...
+    <uuid>-<hash>/1/i, 2/i ...    in one reconfiguration: the items of participant i in the first, second ... exchange
     <uuid>-<hash>/verdict         "go", or why not
-    <uuid>-<hash>/left            how many are done with the keys; the last one deletes them
+    <uuid>-<hash>/left            how many members are done with the keys; the last one deletes them
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from symcomm.store import tcp_wire as wire
 from symcomm.store.prefix import PrefixStore
 from symcomm.store.tcp import TCPStore
 
-REPLICAS = 3  # stores that hold the verdict: two of them may die while it is made
-WATCH_SECONDS = 1.0  # to connect to a member that is to be watched
+REPLICAS = 3  # stores that hold the verdict: two of them may die meanwhile
+WATCH_SECONDS = 1.0  # to connect to a member, so as to watch it
 REPLICA_SECONDS = 5.0  # for a replica to answer; a process that is gone is noticed at once
 GONE_ERRORS = (errors.StoreConnectionError, errors.StoreAuthError)  # the second: another program has that port now
 UNREACHABLE_ERRORS = (errors.StoreUnreachableError, errors.StoreDeadlineError)  # stopped, or far away
@@ -61,12 +63,12 @@ class Reconfiguration(Round):
         everybody = "\n".join(map(str, members)).encode()
         self._prefix = f"{uuid}-{hashlib.sha256(everybody).hexdigest()[:16]}"
         self._servers: dict[int, TCPStore] = {}
-        self._watched: dict[int, tuple[int, wire.StoreConnection]] = {}  # descriptor -> who, and the connection
+        self._watched: dict[int, tuple[int, wire.StoreConnection]] = {}  # descriptor -> (rank, connection)
         self._poll = select.poll()
         servers = {member[:2]: rank for rank, member in reversed(list(enumerate(members)))}
-        self._replicas = sorted(servers.values())[:REPLICAS]  # without those that did not answer
+        self._replicas = sorted(servers.values())[:REPLICAS]  # those that did not answer are removed
         self._unreachable: list[int] = []  # replicas that may live, but did not answer
-        self._is_known = True  # whether this member knows what was decided
+        self._is_known = True  # whether this member knows the verdict
 
     # --- connections ------------------------------------------------------------------------------------------
 
@@ -80,7 +82,7 @@ class Reconfiguration(Round):
             self._watch()
 
     def _is_here(self, rank: int) -> bool:
-        """Whether a member is in this process, as other ranks are where threads are ranks."""
+        """Whether a member is in this process: itself, and other ranks where threads are ranks."""
         return self._members[rank][:2] == self._members[self.index][:2]
 
     def _server(self, rank: int, seconds: float) -> TCPStore:
@@ -107,7 +109,7 @@ class Reconfiguration(Round):
             except GONE_ERRORS as error:
                 raise self.gone_ranks(rank) from error
             self._watched[connection.fd] = rank, connection
-            self._poll.register(connection.fd, select.POLLIN | select.POLLRDHUP)  # nothing but its end is to come
+            self._poll.register(connection.fd, select.POLLIN | select.POLLRDHUP)  # only its end can make it readable
 
     def _find_dead(self) -> str:
         for fd, _ in self._poll.poll(0):
@@ -115,12 +117,12 @@ class Reconfiguration(Round):
         return ""
 
     def refuse(self, error: errors.SymcommError) -> None:
-        """Do not take part, and let the others know why."""
+        """Do not take part, and tell the others why."""
         self.decide(self.to_verdict(error))
         self._replicas = []
 
     def close(self) -> None:
-        """Say that this member needs nothing of the others any more; the last one deletes what was written."""
+        """Say that this member is done with the keys; the last one deletes them."""
         for rank in self._replicas:
             with contextlib.suppress(*GONE_ERRORS, errors.DeadlineError):
                 part = PrefixStore(self._prefix, self._server(rank, REPLICA_SECONDS))
@@ -143,8 +145,8 @@ class Reconfiguration(Round):
             super().check()
 
     def decide(self, verdict: str) -> str:
-        """What the replicas say; see the module's text. If one does not answer, others may or may not have had "go"
-        from it. From there on this member says no, and it knows the outcome only if the last replica agrees."""
+        """The replicas' verdict; see the module's text. If one does not answer, other members may or may not have read
+        "go" there. From then on this member says no, and it knows the verdict only if the last replica agrees."""
         said = ""
         for rank in list(self._replicas):
             try:
@@ -184,7 +186,7 @@ class Reconfiguration(Round):
         try:
             yield
         except UNREACHABLE_ERRORS as error:
-            if self.left() > 0.1:  # the network gave up before we did
+            if self.left() > 0.1:  # the network gave up before the deadline
                 raise errors.RankFailedError(f"{self.describe(0)} cannot be reached", [0]) from error
             raise self.late([0]) from error
         except GONE_ERRORS as error:

@@ -1,8 +1,8 @@
 """The board of ranks that share memory (see succession.py).
 
 The store may have died with rank 0, so no rank asks it. There is one *word* for all, in the memory of rank 0, which
-outlives that rank: the number of the attempt, who proposed it, and whether it is open. Each rank's record is in its own
-memory and holds its proposals: a rank publishes one before it swaps the word that names it."""
+outlives that rank: the number of the attempt, the rank that proposed it, and whether it is open. Each rank's record is
+in its own memory and holds its proposals: a rank publishes a proposal before it swaps in the word that names it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLL_S = 0.001  # seconds between two looks
 
 
 class AttemptWord(NamedTuple):
-    """The attempt that all ranks are at; 64 bits in memory."""
+    """Names the attempt that all ranks are at; 64 bits in memory."""
 
     number: int
     author: int
@@ -47,7 +47,7 @@ def pack_record(record: Record) -> bytes:
 
 
 class Records:
-    """The memory of one group."""
+    """The word and the records in the memory of one group."""
 
     def __init__(self, handle: native.Group):
         self.handle = handle
@@ -72,7 +72,7 @@ class Records:
 class SharedBoard(Board):
     def __init__(self, records: Any, rank: int, size: int, name: str):
         self._records, self.rank, self.size, self.name = records, rank, size, name
-        self._mine: Record = records.read()[rank]  # of an earlier call
+        self._mine: Record = records.read()[rank]  # an earlier call may have left one
 
     def now(self) -> Standing:
         while True:
@@ -109,7 +109,7 @@ class SharedBoard(Board):
         time.sleep(POLL_S)
 
     def find_culprits(self, attempt: Attempt, missing: Collection[int]) -> Collection[int]:
-        """Voting takes no time: a rank that has not voted is not here."""
+        """All of them: to vote takes no time, so a rank that has not voted has not come."""
         return missing
 
     def withdraw(self) -> None:

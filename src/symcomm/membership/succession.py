@@ -1,29 +1,29 @@
-"""Who goes on: how the members of a group that lost some agree on the next group.
+"""Succession: how the members of a group that lost some agree on the next group.
 
-Any member may die at any moment, or stop and go on much later. Still, all that get a group get one with the same
-members. They agree on a *board*, which outlives each of them:
+All members that get a new group get one with the same members, although any may die at any moment, or stop and go on
+much later. They agree on a *board*, which outlives each of them:
 
-    standing   the attempt that they are at: its number, the ranks to be left out, the first attempt of the same
+    standing   the attempt that they are at: its number, the ranks that it leaves out, the first attempt of the same
                agreement, and whether it is open or decided. Only compare-and-swap changes it.
-    records    one for each rank, which that rank alone writes: the attempt that it has voted for, what it had to say to
-               the others with that vote, and the last attempt for which it needs no other rank any more
+    records    one for each rank, which that rank alone writes: the attempt that it has voted for, an item for the
+               others that goes with the vote, and the last attempt for which it needs no other rank any more
 
 The standing goes from (n, open) to (n, decided), or to (n + 1, open); from (n, decided) to (n + 1, open) when a rank
 calls shrink() again.
 
-1. A rank that finds no open attempt proposes one. If another was faster, it takes part in that. A rank that finds
-   itself left out raises.
+1. A rank that finds no open attempt proposes one. If another rank was faster, it takes part in that rank's attempt. A
+   rank that finds itself left out raises.
 2. A rank that knows of more ranks that are gone, or to be left out, proposes the next attempt without them.
-3. Else it votes for the attempt. When all that are to go on have voted, any of them decides it.
+3. Otherwise it votes for the attempt. When all ranks that the attempt keeps have voted, any of them decides it.
 4. If one of them dies first, or does not vote before another's deadline, the next attempt is proposed without it.
 
-Within one agreement, an attempt follows another only if that was not decided and cannot be decided any more. So at
-most one is decided, for all ranks. A rank that wakes up late finds the standing changed, itself left out, or the
-decision.
+Within one agreement, an attempt follows another only if the earlier one was not decided and cannot be decided any more.
+So at most one is decided, for all ranks. A rank that wakes up late finds that the standing has changed, that it was
+left out, or the decision.
 
 On one host the board is shared memory (shared_board.py). A vote says where the rank's part of the new group lies, and
 the group is made once the attempt is decided. Across hosts a quorum of the members keeps the board (quorum_board.py). A
-rank votes once it has built the group, and uses it only if the attempt is decided."""
+rank votes once it has built the group, and uses the group only if the attempt is decided."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from symcomm import errors
 from symcomm.memory.share import Exchange, GroupNotBuilt
 
-TRIES = 3  # attempts that may fail with nobody to blame
+TRIES = 3  # attempts that may fail without a rank to blame
 
 
 def pack_ranks(ranks: Collection[int]) -> str:
@@ -65,11 +65,11 @@ class Attempt(NamedTuple):
 class Standing(NamedTuple):
     attempt: Attempt = Attempt()
     is_open: bool = False
-    author: int = 0  # who proposed it
+    author: int = 0  # the rank that proposed it
 
 
 class Record(NamedTuple):
-    """What one rank says. ``proposals``: its last two, if the standing only names them."""
+    """What one rank has published. ``proposals``: its last two, on a board whose standing only names them."""
 
     proposals: tuple[Attempt, ...] = ()
     vote: int = 0
@@ -78,7 +78,7 @@ class Record(NamedTuple):
 
 
 class Board(abc.ABC):
-    """Where the members of a group agree, as one of them sees it."""
+    """The board on which the members of a group agree, as one of them sees it."""
 
     rank: int
     size: int
@@ -101,7 +101,7 @@ class Board(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> list[Record]:
-        """Everybody's records."""
+        """All ranks' records."""
 
     @abc.abstractmethod
     def gone(self) -> Collection[int]:
@@ -113,7 +113,7 @@ class Board(abc.ABC):
 
     @abc.abstractmethod
     def find_culprits(self, attempt: Attempt, missing: Collection[int]) -> Collection[int]:
-        """Which of the ranks in ``missing``, whose votes did not come in time, to leave out."""
+        """The ranks to leave out, of those in ``missing``, whose votes did not come in time."""
 
     @abc.abstractmethod
     def withdraw(self) -> None:
@@ -155,12 +155,12 @@ class Succession:
                 board.pause()
 
     def _is_over(self, attempt: Attempt) -> bool:
-        """Whether all members have what they need of an attempt that was decided."""
+        """Whether all members have got what they need of a decided attempt."""
         records, gone = self.board.read(), self.board.gone()
         return all(records[r].done >= attempt.number or r in gone for r in attempt.living(self.board.size))
 
     def vote(self, attempt: Attempt, item: bytes = b"") -> list[Record]:
-        """The records of all ranks that go on, once ``attempt`` is decided. Raises GroupNotBuilt once it cannot be."""
+        """The records of the ranks that go on, once ``attempt`` is decided. Raises GroupNotBuilt once it cannot be."""
         board, number, living = self.board, attempt.number, attempt.living(self.board.size)
         deadline = time.monotonic() + self.timeout
         self._voted = number
@@ -168,7 +168,7 @@ class Succession:
         while True:
             standing = board.now()
             if standing.attempt.number != number:
-                if standing.attempt.since > number:  # this one may have been decided, and its group be in use
+                if standing.attempt.since > number:  # ours may have been decided, and its group may be in use
                     raise board.left_out()
                 raise GroupNotBuilt(f"attempt {number} to shrink group {board.name!r} has failed")
             records = board.read()
@@ -185,7 +185,7 @@ class Succession:
                 board.pause()
 
     def fail(self, standing: Standing, culprits: Collection[int]) -> None:
-        """Go on to the next attempt without ``culprits``. If there are none, others go first: they may know more."""
+        """Propose the next attempt, without ``culprits``. If there are none, others go first: they may know more."""
         if not culprits:
             self._failures += 1
             if self._failures >= TRIES:
@@ -194,19 +194,19 @@ class Succession:
         self.board.propose(standing, standing.attempt.dead.union(culprits), standing.attempt.since)
 
     def exchange_for(self, attempt: Attempt) -> Exchange:
-        """For ranks that vote with what they need of each other: everybody's bytes, once ``attempt`` is decided."""
+        """An exchange that votes with a rank's bytes, and returns all ranks' once ``attempt`` is decided."""
         return lambda item: self._take_part(attempt, item)
 
     def _take_part(self, attempt: Attempt, item: bytes) -> list[bytes]:
         records = self.vote(attempt, item)
         if any(record.vote != attempt.number for record in records):
-            raise self.board.left_out()  # they have gone on to another agreement, which did not wait for us any longer
+            raise self.board.left_out()  # others have gone on to another agreement, which did not wait for this rank
         self.board.publish(done=attempt.number)
         return [record.item for record in records]
 
 
 def agree(board: Board, timeout: float, exclude: Collection[int], build: Callable[[Succession, Attempt], Any]) -> Any:
-    """What ``build`` returned in the attempt that was decided. It raises GroupNotBuilt to ask for another attempt."""
+    """What ``build`` returned in the decided attempt. ``build`` raises GroupNotBuilt to ask for another attempt."""
     succession = Succession(board, timeout, exclude)
     try:
         while True:

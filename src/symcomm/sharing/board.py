@@ -1,7 +1,7 @@
-"""A board: one process puts up versions of a state, others of its host read the newest, which they map, not copy.
+"""A board: one process publishes versions of a state; others of its host read the newest, which they map, not copy.
 
-A version lies in a part of the writer's memory, which is written before readers hear of it and not touched again until
-the last of them has let go of it or died. So no reader sees a torn one, and N readers take no more memory than one.
+No reader sees a torn version, and N readers take no more memory than one. A version lies in a part of the writer's
+memory. It is written before readers hear of it, and not touched again until the last of them has let go of it or died.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from symcomm.sharing.region import (
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One version, as a reader has it. Its tensors are views of the writer's memory; what a reader writes there is its
-    own. The version's memory is free for others once nothing refers to them."""
+    """One version, as a reader has it. Its tensors are private views of the writer's memory: what a reader writes there
+    no other process sees. The version's memory is free for others once nothing refers to the tensors."""
 
     version: int
     state: Any
@@ -38,9 +38,9 @@ class Board(WriterEnd):
     """The writer's end. Readers are ``BoardReader(name)`` in any process of this user and host.
 
     Args:
-        name: by which readers find it; without one, they get ``fileno()``. A writer that died leaves its name free: the
-            next one takes it, and readers go over to that.
-        token: what readers have to hold; the job's, in SYMCOMM_TOKEN, unless it is given.
+        name: by which readers find it; without one, they get ``fileno()``. When a writer dies, another may take its
+            name, and readers go over to that one.
+        token: what readers have to hold; by default the job's, in SYMCOMM_TOKEN.
 
     Raises: BadArgumentError, CallerError if the name is taken, ResourceError."""
 
@@ -49,12 +49,12 @@ class Board(WriterEnd):
     def __init__(self, name: str | None = None, *, token: str | None = None):
         self.version = 0
         self._up: list[_Place] = []  # versions that readers may hold; the last is the newest
-        self._spare: _Place | None = None  # memory whose pages exist, for the next
+        self._spare: _Place | None = None  # memory whose pages exist, for the next version
         super().__init__(name, physical_room(), TIMEOUT, token)
 
     def publish(self, state: Any, version: int | None = None) -> int:
-        """Put up ``state``, such as ``model.state_dict()``, as the newest version, and return its number: ``version``,
-        or one more than the last.
+        """Publish ``state``, such as ``model.state_dict()``, as the newest version. Returns its number: ``version``, or
+        one more than the last.
 
         Its CPU tensors and arrays are copied once. Never waits for readers.
 
@@ -99,7 +99,7 @@ class Board(WriterEnd):
         return _Place(region.free_parts.pop(), offset, region.heap.length_of(offset))
 
     def _collect(self) -> None:
-        """Take back versions that nobody has: the memory of one stays for the next, and the rest is the kernel's."""
+        """Take back versions that no reader has. The memory of one is kept for the next; the kernel gets the rest."""
         self._region.drop_gone()
         older, newest = self._up[:-1], self._up[-1:]
         kept = []
@@ -119,7 +119,7 @@ class Board(WriterEnd):
 
     @property
     def versions_held(self) -> int:
-        """How many versions are in memory: the newest, and older ones that somebody reads."""
+        """How many versions are in memory: the newest, and older ones that readers hold."""
         with self._turn.take("versions_held", Clock("versions_held", None, TIMEOUT)):
             self._collect()
             return len(self._up)
@@ -137,22 +137,22 @@ class BoardReader(ReaderEnd):
 
     Args:
         source: the board's name, or a descriptor of it, which stays the caller's.
-        timeout: seconds that a call waits at most, where it names no other time; also for the name to exist.
-        token: as the writer's.
+        timeout: seconds that a call waits at most, unless it says otherwise; also for the name to exist.
+        token: the same as the writer's.
 
-    Raises: BadArgumentError, DeadlineError if nobody opens the name, CallerError if the token is another,
+    Raises: BadArgumentError, DeadlineError if no writer opens the name, CallerError if the token differs,
     ResourceError."""
 
     KIND, REGION = "board", native.REGION_BOARD
 
     def __init__(self, source: str | int, *, timeout: float = TIMEOUT, token: str | None = None):
         super().__init__(source, timeout=timeout, token=token)
-        self._seen = (self._region, 0)  # what newest() gave last: the writer's memory, and its number there
+        self._seen = (self._region, 0)  # of the last snapshot: the writer's memory, and its number there
         self._snapshot: Snapshot | None = None
 
     def newest(self) -> Snapshot | None:
-        """The newest version, mapped in well under a millisecond; None before the first. Where the writer is gone, what
-        it put up last, or what its successor has.
+        """The newest version, mapped in well under a millisecond; None before the first. If the writer is gone, its
+        last version, or its successor's newest.
 
         Raises: QueueClosedError after ``close()``, ResourceError."""
         self._region.check_open("newest")
@@ -169,7 +169,7 @@ class BoardReader(ReaderEnd):
         return self._snapshot
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        """The next version that ``newest`` and ``wait`` have not given yet; the newest, if there are several.
+        """Wait for a version that ``newest`` and ``wait`` have not returned yet; the newest if there are several.
 
         Raises: ProcessDiedError if the writer died and no other has its name, QueueClosedError if it closed the board,
         DeadlineError, ResourceError."""
@@ -197,7 +197,7 @@ class BoardReader(ReaderEnd):
         return status if status in (DEAD, LEFT) else OK
 
     def _go_over(self) -> bool:
-        """To the writer that has the name now, if there is one."""
+        """Go over to the writer that has the name now, if there is one."""
         if not self._name:
             return False
         try:
@@ -219,7 +219,7 @@ class BoardReader(ReaderEnd):
         if status == LEFT:
             raise errors.QueueClosedError(f"wait on {whose}: process {pid} closed it.")
         if not clock.left:
-            fix = f"{named([pid])} has put up nothing new."
+            fix = f"{named([pid])} has published nothing new."
             raise errors.deadline(f"wait on {whose}", clock.seconds, fix=fix[0].upper() + fix[1:])
 
     def close(self) -> None:

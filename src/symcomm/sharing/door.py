@@ -1,10 +1,10 @@
-"""How processes get at another one's memory by a name: the owner listens on a socket that no file system knows.
+"""Doors: processes get another's memory by a name. Its owner listens on a socket that is in no file system.
 
-Both ends check the other's user id, and prove that they hold the job's token (SYMCOMM_TOKEN) where there is one::
+Each end checks the other's user id, and proves that it holds the token::
 
     owner   16 random bytes
     caller  16 random bytes, and a proof
-    owner   a proof, with the descriptor; "!" if the caller's was none
+    owner   a proof, with the descriptor; "!" if the caller's proof was wrong
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 class Door:
-    """Gives ``fd`` to whoever knows the name and the token, until it is closed."""
+    """Gives ``fd`` to processes that know the name and the token, until it is closed."""
 
     def __init__(self, kind: str, name: str, fd: int, token: str):
         self._kind, self._name, self._fd, self._token = kind, name, fd, token
@@ -83,7 +83,7 @@ class Door:
             except OSError:
                 if not self._is_open:
                     return
-                time.sleep(LOOK)  # no descriptor is left
+                time.sleep(LOOK)  # this process is out of descriptors
                 continue
             with sock, contextlib.suppress(OSError):
                 self._greet(sock)
@@ -107,13 +107,13 @@ class Door:
     def close(self) -> None:
         self._is_open = False
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which keeps the name until then
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, whose accept() keeps the name
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * GREETING_SECONDS)
         self._listener.close()
 
     def forget(self) -> None:
-        """In a forked child, which must not keep the name from others, and has no such thread."""
+        """In a forked child, which must not keep the name from others, and does not have the thread."""
         self._listener.close()
         self._thread = threading.current_thread()
 
@@ -137,7 +137,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def ask(kind: str, name: str, token: str, seconds: float) -> int:
-    """The descriptor that the owner of ``name`` gives. Waits until there is one, for so long at most."""
+    """The descriptor that the owner of ``name`` gives. Waits up to ``seconds`` for an owner."""
     end = time.monotonic() + seconds
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -149,14 +149,14 @@ def ask(kind: str, name: str, token: str, seconds: float) -> int:
                 if isinstance(error, errors.SymcommError):
                     raise
         if time.monotonic() >= end:
-            raise errors.deadline(f"{kind} {name!r}", seconds, fix="Nobody on this host has opened it.")
+            raise errors.deadline(f"{kind} {name!r}", seconds, fix="No process on this host has opened it.")
         time.sleep(LOOK)
 
 
 def _ask(sock: socket.socket, kind: str, name: str, token: str) -> int:
     pid, uid = _credentials(sock)
     if uid != os.getuid():
-        raise errors.CallerError(f"{kind} {name!r}: process {pid} of user id {uid} has it, and we are user id "
+        raise errors.CallerError(f"{kind} {name!r}: process {pid} of user id {uid} has it, and this one is of user id "
                                  f"{os.getuid()}; refused.")  # fmt: skip
     theirs, mine = sock.recv(NONCE), secrets.token_bytes(NONCE)
     if len(theirs) != NONCE:
@@ -171,5 +171,5 @@ def _ask(sock: socket.socket, kind: str, name: str, token: str) -> int:
     if not said:
         raise OSError("hung up")
     raise errors.CallerError(
-        f"{kind} {name!r}: process {pid} holds another token; set SYMCOMM_TOKEN to what it has there, or pass token=."
+        f"{kind} {name!r}: process {pid} holds another token; set SYMCOMM_TOKEN to that token, or pass it as token=."
     )

@@ -1,4 +1,4 @@
-"""What the ends of a queue and of a board have in common."""
+"""Ends: what a queue's and a board's writer and readers have in common."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from symcomm.sharing.region import TIMEOUT, Clock, ReaderRegion, Turn, WriterReg
 
 E = TypeVar("E", bound="End")
 
-MOST_BYTES = 1 << 46  # of a queue's capacity: what a process can map
+MOST_BYTES = 1 << 46  # of a queue's capacity: as much as a process can map
 
 
 def check_number(call: str, argument: str, value: Any, least: int, most: int | None, expected: str) -> int:
-    """An int, of NumPy's too, within these bounds."""
+    """``value`` as an int within these bounds; NumPy's ints count."""
     number = None if isinstance(value, bool) else arguments.as_int(value)
     if number is None or number < least or (most is not None and number > most):
         raise errors.bad_argument(call, argument, value, expected)
@@ -24,7 +24,7 @@ def check_number(call: str, argument: str, value: Any, least: int, most: int | N
 
 
 class End:
-    """Something that is closed once, by hand or as a context."""
+    """An end is closed once, by hand or as a context."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -58,7 +58,7 @@ class WriterEnd(End):
         return [pid for pid, _ in self._region.readers.values()]
 
     def await_readers(self, count: int, timeout: float | None = None) -> None:
-        """Wait until there are so many.
+        """Wait until there are ``count`` readers.
 
         Raises: ProcessDiedError if a queue's reader died, DeadlineError, QueueClosedError, BadArgumentError."""
         clock = Clock("await_readers", timeout, self._timeout)
@@ -79,7 +79,7 @@ class WriterEnd(End):
         return self._region.fd
 
     def close(self) -> None:
-        """Readers keep what they have; a queue's get what was sent, and then QueueClosedError.
+        """Close it. Readers keep what they have; a queue's get all that was sent, and then QueueClosedError.
 
         Raises: nothing."""
         if self._door is not None:
@@ -92,7 +92,7 @@ class WriterEnd(End):
 
 
 class ReaderEnd(End):
-    """One of those that read, which knows the writer by its name or by a descriptor."""
+    """A process that reads. It knows the writer by its name or by a descriptor."""
 
     KIND: ClassVar[str]
     REGION: ClassVar[int]
@@ -118,7 +118,7 @@ class ReaderEnd(End):
         return self._region.writer
 
     def close(self) -> None:
-        """What was taken stays, and the writer does not wait for this reader any more.
+        """Close it. Objects that were taken stay, and the writer does not wait for this reader any more.
 
         Raises: nothing."""
         self._region.close()

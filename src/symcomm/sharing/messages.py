@@ -1,11 +1,11 @@
-"""Objects as bytes: a pickle, and behind it the large buffers that are in it, each as it lies in memory.
+"""Messages: an object as a pickle, with its large buffers behind the pickle, each as it lies in memory.
 
-Tensors on the CPU and NumPy arrays are such buffers, and a reader's are views of what it was lent. One that is there
-twice (weights that are tied) is so on the other side, too. A part begins with a table::
+CPU tensors and NumPy arrays are such buffers. A reader's tensors are views of the part that it was lent. Memory that
+occurs twice (tied weights) is written once, and shared on the other side, too. A part begins with a table::
 
-    8 bytes   how many buffers
-    8 bytes   how long the pickle is
-    16 bytes  of each buffer: where it begins, how long it is
+    8 bytes   the number of buffers
+    8 bytes   the length of the pickle
+    16 bytes  for each buffer: its place and its length
     ...       the pickle, and the buffers
 """
 
@@ -20,8 +20,8 @@ from typing import Any
 
 from symcomm._core import native
 
-INLINE = native.QUEUE_INLINE_BYTES - 1  # bytes of a message that goes without a part, behind its kind
-LARGE = 512  # bytes; smaller buffers are in the pickle
+INLINE = native.QUEUE_INLINE_BYTES - 1  # bytes of a message that needs no part; its kind comes before them
+LARGE = 512  # bytes; smaller buffers stay in the pickle
 ALIGN = 64
 BYTES, PICKLE, BYTES_IN_PART, PICKLE_IN_PART = b"b", b"p", b"B", b"P"
 
@@ -67,7 +67,7 @@ class Message:
     """An object, ready to be written."""
 
     def __init__(self, obj: Any, in_part: bool = False):
-        self._outside: list[Any] = []  # memoryviews, which keep what they show
+        self._outside: list[Any] = []  # memoryviews, which keep their memory alive
         if type(obj) is bytes:
             self._pickle, kinds = obj, (BYTES, BYTES_IN_PART)
         else:
@@ -82,7 +82,7 @@ class Message:
 
     @property
     def inline(self) -> bytes:
-        """What goes into the slot."""
+        """The bytes that go into the slot."""
         return self.kind + self._pickle if self.is_inline else self.kind
 
     def _lay_out(self) -> None:
@@ -101,7 +101,7 @@ class Message:
         self.nbytes = end
 
     def write(self, at: int) -> None:
-        """Write it to the part at this address."""
+        """Write the message to the part at this address."""
         flat = [number for place in self._places for number in place]
         head = struct.pack(f"<{2 + len(flat)}Q", len(self._places), len(self._pickle), *flat)
         native.poke(at, head)
@@ -122,7 +122,7 @@ def _address_of_bytes(value: bytes) -> int:
 
 
 def _address_of(buffer: memoryview) -> int:
-    """0: of memory that may not be written, which Python does not tell."""
+    """0 for read-only memory, whose address Python does not tell."""
     return 0 if buffer.readonly else ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 

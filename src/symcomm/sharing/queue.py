@@ -1,8 +1,10 @@
 """A queue that knows its readers: one process writes, others of its host read, and each reader gets every message.
 
-A message goes into one of 64 slots, and what is too long for that into a part of the writer's memory, which is free
-again when the last reader has let go of it. So nothing is lost or torn by a death: what a writer has not finished is
-not there, and what a dead reader held is taken back. Whoever waits for a dead process is told in milliseconds.
+No death loses or tears a message: one that a writer has not finished is not there, and memory that a dead reader held
+is taken back. A process that waits for a dead one learns of it in milliseconds.
+
+A message goes into one of 64 slots. One that is too long for a slot goes into a part of the writer's memory, which is
+free again when the last reader has let go of it.
 """
 
 from __future__ import annotations
@@ -45,10 +47,11 @@ class Queue(WriterEnd):
 
     Args:
         name: by which readers find it; without one, they get ``fileno()``, which forked processes inherit.
-        capacity: the most bytes of long messages that readers have not let go of.
-        readers: the first message waits for so many; later ones for any. 0: what nobody reads is dropped.
-        timeout: seconds that a call waits at most, where it names no other time.
-        token: what readers have to hold; the job's, in SYMCOMM_TOKEN, unless it is given.
+        capacity: the most bytes of long messages that readers may hold.
+        readers: the first message waits for so many readers, later ones for one. 0: without readers, messages are
+            dropped.
+        timeout: seconds that a call waits at most, unless it says otherwise.
+        token: what readers have to hold; by default the job's, in SYMCOMM_TOKEN.
 
     Raises: BadArgumentError, CallerError if the name is taken, ResourceError."""
 
@@ -73,9 +76,9 @@ class Queue(WriterEnd):
     def put(self, obj: Any, timeout: float | None = None) -> None:
         """Send ``obj`` to every reader. Waits while the slowest has 64 messages or ``capacity`` bytes to read.
 
-        bytes go as they are, everything else is pickled, but for the memory of CPU tensors and arrays, which is copied
-        once and not read by the pickle. A reader that has died is named once, and this message not sent; another call
-        goes on without it. One that keeps the writer waiting for a second is named in the log.
+        bytes go as they are. Other objects are pickled, except the memory of CPU tensors and arrays, which is copied
+        once. If a reader has died, the call names it and does not send the message; the next call goes on without that
+        reader. A reader that keeps the writer waiting for a second is named in the log.
 
         Raises: ProcessDiedError, DeadlineError, QueueClosedError, BadArgumentError, ResourceError."""
         clock = Clock("put", timeout, self._timeout)
@@ -152,19 +155,19 @@ class Queue(WriterEnd):
             )
 
     async def put_async(self, obj: Any, timeout: float | None = None) -> None:
-        """``put`` for coroutines. One that is cancelled while it waits may still send the message.
+        """``put`` for coroutines. A call that is cancelled while it waits may still send the message.
 
         Raises: as ``put``."""
         await asyncio.get_running_loop().run_in_executor(_threads(), self.put, obj, timeout)
 
     @property
     def backlog(self) -> dict[int, int]:
-        """How many messages each reading process has not taken."""
+        """Reading process -> how many messages it has not taken."""
         return self._region.backlog
 
 
 class _Waiting:
-    """A put that waits for readers: names them after a second, and when its time is over."""
+    """A put that waits for readers. It names them after a second, and when its time is over."""
 
     def __init__(self, region: WriterRegion, clock: Clock, capacity: int):
         self._region, self._clock, self._capacity = region, clock, capacity
@@ -188,14 +191,14 @@ class _Waiting:
 
 
 class QueueReader(ReaderEnd):
-    """A reader's end: gets every message that is sent from the moment on at which it is there.
+    """A reader's end. It gets every message that is sent after it was made.
 
     Args:
         source: the queue's name, or a descriptor of it, which stays the caller's.
-        timeout: seconds that a call waits at most, where it names no other time; also for the name to exist.
-        token: as the writer's.
+        timeout: seconds that a call waits at most, unless it says otherwise; also for the name to exist.
+        token: the same as the writer's.
 
-    Raises: BadArgumentError, DeadlineError if nobody opens the name, CallerError if the token is another,
+    Raises: BadArgumentError, DeadlineError if no writer opens the name, CallerError if the token differs,
     ResourceError."""
 
     KIND, REGION, CONTROL_BYTES = "queue", native.REGION_QUEUE, QUEUE_CONTROL_BYTES
@@ -206,8 +209,8 @@ class QueueReader(ReaderEnd):
         self.taken = 0
 
     def get(self, timeout: float | None = None) -> Any:
-        """The next message. Tensors and arrays of 256 KiB and more are views of the writer's memory, which this process
-        may write all the same: what it writes is its own. The writer gets that memory back when they are gone.
+        """The next message. Its tensors and arrays are this process's to write. If the message is of 256 KiB or more,
+        they are private views of the writer's memory, which the writer gets back when they are gone.
 
         Raises: QueueClosedError after the last message, or when another thread closes this end; ProcessDiedError if the
         writer died and everything it sent was read; DeadlineError, ResourceError."""
@@ -220,7 +223,7 @@ class QueueReader(ReaderEnd):
         region, warned = self._region, False
         while True:
             with region.borrowing():
-                # Other threads may let go of what they hold, or close this end, so this one does not wait in here.
+                # Do not wait in here: other threads may want to let go of parts, or to close this end.
                 region.check_open("get")
                 seen = native.region_news(region.base)
                 found = native.queue_take(region.base, region.reader, 0)
@@ -237,7 +240,7 @@ class QueueReader(ReaderEnd):
                 log.warning("symcomm: get on %s has waited 1 s for %s.", region.whose, named([self.writer]))
 
     def _check(self, status: int, clock: Clock) -> None:
-        """Raises if there is nothing to wait for."""
+        """Raise if no message can come any more, or the time is over."""
         whose, told = self._region.whose, f"{self.taken} messages were read"
         if status == LEFT:
             raise errors.QueueClosedError(f"get on {whose}: process {self.writer} closed it; {told}.")
@@ -261,7 +264,7 @@ class QueueReader(ReaderEnd):
             yield message
 
     async def get_async(self, timeout: float | None = None) -> Any:
-        """``get`` for coroutines; one that is cancelled has taken nothing.
+        """``get`` for coroutines. A call that is cancelled has taken no message.
 
         Raises: as ``get``."""
         clock = Clock("get", timeout, self._timeout)
@@ -299,7 +302,7 @@ _executor: tuple[int, ThreadPoolExecutor] | None = None
 
 
 def _threads() -> ThreadPoolExecutor:
-    """Of this process, for coroutines that wait."""
+    """This process's threads for coroutines that wait."""
     global _executor
     if _executor is None or _executor[0] != os.getpid():
         _executor = os.getpid(), ThreadPoolExecutor(64, "symcomm-queue")

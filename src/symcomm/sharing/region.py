@@ -1,7 +1,7 @@
-"""One process's memory, and those who read it. ``_core/sharing/region.h`` says what stands in it.
+"""Regions: memory that one process writes and others read. ``_core/sharing/region.h`` has its layout.
 
-The memory is a memfd: no file system knows its name, and it goes with the last process that has it. Readers map the
-control block, and what they are lent as private copies-on-write: no reader sees what another one writes there.
+The memory is a memfd: it is in no file system, and goes with the last process that has it. Readers share the control
+block, and map the parts that they are lent as private copy-on-write: no reader sees what another one writes there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from symcomm.memory.arena import bytes_type
 from symcomm.memory.heap import Heap
 from symcomm.memory.limits import check_room, format_bytes, physical_bytes
 
-SLOW = 1.0  # seconds that somebody may keep us waiting before it is named
-TIMEOUT = 1800.0  # seconds, where the caller names none
+SLOW = 1.0  # seconds after which a process that others wait for is named
+TIMEOUT = 1800.0  # seconds, by default
 SEALS = fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 COPIED_BELOW = 256 << 10  # bytes; mapping fewer takes longer than copying them
 
@@ -76,7 +76,7 @@ class Clock:
 
 
 class Turn:
-    """One thread at a time, which is not let in twice."""
+    """Lets one thread in at a time. A thread that is in already is refused, not blocked."""
 
     def __init__(self, whose: str):
         self._whose = whose
@@ -104,22 +104,22 @@ class Turn:
 def _no_memory(whose: str, error: OSError) -> errors.ResourceError:
     fix = "; raise the limit on open files (ulimit -n)" if error.errno == errno.EMFILE else ""
     if error.filename == "set_robust_list":
-        fix = "; allow the system call set_robust_list, without which nobody would notice a death"
+        fix = "; allow the system call set_robust_list, without which no process would notice a death"
     return errors.ResourceError(f"{whose}: no shared memory: {error.strerror}{fix}.")
 
 
 def _check_open(whose: str, call: str, pid: int, is_closed: bool) -> None:
     if os.getpid() != pid:
         raise errors.CallerError(
-            f"{call} on {whose}: this end belongs to process {pid}, from which this one was forked; readers may open "
-            "ends of their own here."
+            f"{call} on {whose}: this end belongs to process {pid}, from which this one was forked; open a new "
+            "reader's end here."
         )
     if is_closed:
         raise errors.QueueClosedError(f"{call} on {whose}: it was closed here.")
 
 
 class WriterRegion:
-    """The writer's end. ``payload_bytes``: how much it may lend; pages exist only where something was written."""
+    """The writer's end. ``payload_bytes``: the most that it may lend; pages exist only where it has written."""
 
     def __init__(self, whose: str, kind: int, control_bytes: int, payload_bytes: int):
         self.whose = whose
@@ -144,7 +144,7 @@ class WriterRegion:
         self.base = base
         self.heap = Heap(start, self.nbytes)
         self.free_parts = list(range(native.REGION_PARTS))
-        self._made = start  # pages exist below
+        self._made = start  # below this, all pages exist
         self.is_closed = False
         end = functools.partial(_end_writing, base, life)
         weakref.finalize(self, _unmap, self._pid, end, base, self.nbytes, self.fd).atexit = False
@@ -155,7 +155,7 @@ class WriterRegion:
 
     @property
     def readers(self) -> dict[int, tuple[int, int]]:
-        """Place of a reader -> (its process, the message that it reads next)."""
+        """Reader's place -> (its process, the number of the message that it reads next)."""
         return native.region_facts(self.base)["readers"]
 
     @property
@@ -187,7 +187,7 @@ class WriterRegion:
             native.region_await_room(self.base, seen, clock.left_ns())
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Give a range its pages, so that running out of memory is an error here and not a signal later."""
+        """Make the pages of a range exist, so that a lack of memory is an error here and not a signal later."""
         try:
             check_room(nbytes)
             native.set_pages(self.fd, offset, nbytes, True)
@@ -197,7 +197,7 @@ class WriterRegion:
             ) from error
 
     def reserve_below(self, end: int) -> None:
-        """The same for all of the memory up to there; it is not given back."""
+        """Make all pages up to ``end`` exist, for good."""
         if end > self._made:
             self.reserve(self._made, end - self._made)
             self._made = end
@@ -217,18 +217,18 @@ def _end_writing(base: int, life: int) -> None:
 
 
 def _unmap(pid: int, end: Callable[[], None], base: int, nbytes: int, fd: int) -> None:
-    """An end that nothing refers to is closed; one that is open when its process exits counts as dead."""
+    """An end that nothing refers to is closed. An end that is open when its process exits counts as dead."""
     if os.getpid() == pid:
         end()
     native.unmap(base, nbytes)
     os.close(fd)
 
 
-_joining = threading.Lock()  # a file's lock is a process's
+_joining = threading.Lock()  # lockf() keeps out other processes, but not other threads
 
 
 class ReaderRegion:
-    """A reader's end. Takes ``fd`` over."""
+    """A reader's end. It owns ``fd`` from now on."""
 
     def __init__(self, whose: str, fd: int, kind: int, control_bytes: int):
         self.whose, self.fd = whose, fd
@@ -252,7 +252,7 @@ class ReaderRegion:
             raise
         self.base = base
         self._lock, self._busy = threading.RLock(), 0
-        self._held: dict[int, int] = {}  # part -> how many views of it there are
+        self._held: dict[int, int] = {}  # part -> the number of its views
         self._dropped: deque[int] = deque()
         self._end = functools.partial(_end_reading, base, self.reader, [life])
         weakref.finalize(self, _unmap, self._pid, self._end, base, self._control, fd).atexit = False
@@ -276,7 +276,7 @@ class ReaderRegion:
 
     @contextlib.contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Around whatever gives this reader a part, until ``hold`` has counted it."""
+        """Around code that lends this reader a part, until ``hold`` has counted it."""
         with self._lock:
             self._busy += 1
             try:
@@ -289,7 +289,7 @@ class ReaderRegion:
         self._held[part] = self._held.get(part, 0) + 1
 
     def let_go(self, part: int) -> None:
-        """From finalizers, too, which run anywhere: never waits."""
+        """Finalizers call this, too, and they run anywhere, so it never waits."""
         if os.getpid() == self._pid:
             self._dropped.append(part)
             self._settle()
@@ -315,8 +315,8 @@ class ReaderRegion:
             self._end()
 
     def view(self, part: int, offset: int, nbytes: int) -> memoryview:
-        """The bytes of a part that this reader holds: a copy if there are few, otherwise a private mapping, with which
-        the part is let go."""
+        """The bytes of a part that this reader holds. A small part is copied, and let go at once; a large one is mapped
+        privately, and let go with the mapping."""
         if nbytes < COPIED_BELOW:
             copy = bytearray(nbytes)
             os.preadv(self.fd, [copy], offset)
@@ -339,7 +339,7 @@ class ReaderRegion:
         self.let_go(part)
 
     def close(self) -> None:
-        """What was taken stays until nothing refers to it."""
+        """Close it. Objects that were taken stay until nothing refers to them."""
         if self.is_closed or os.getpid() != self._pid:
             return
         with self.borrowing():
@@ -356,7 +356,7 @@ def _end_reading(base: int, reader: int, life: list[int]) -> None:
 
 
 def _not_ours(whose: str) -> errors.CallerError:
-    return errors.CallerError(f"{whose}: the descriptor is of something else.")
+    return errors.CallerError(f"{whose}: the descriptor belongs to something else.")
 
 
 def _check(whose: str, fd: int, control: int) -> int:

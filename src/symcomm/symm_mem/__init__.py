@@ -1,15 +1,15 @@
-"""Symmetric memory for tensors: allocate, meet, read and write each other's, signal.
+"""Symmetric memory for tensors: ranks allocate it, meet, access each other's, and signal.
 
-allocate.py    empty, zeros, empty_strided_p2p; rendezvous(), by which ranks learn where each other's memory is
+allocate.py    empty, zeros, empty_strided_p2p; rendezvous(), in which ranks learn where each other's memory is
 handle.py      the SymmetricMemory that it returns: peers' buffers, signals, barrier
-place.py       what a CPU and a GPU each do in their own way
-on_cpu.py      for tensors in this rank's arena
-on_gpu.py      for tensors in a GPU's memory
-groups.py      which group is meant: ours, torch's, a name, None
+place.py       the interface that CPU and GPU memory implement
+on_cpu.py      tensors in this rank's arena
+on_gpu.py      tensors in a GPU's memory
+groups.py      finds the group that a caller means: ours, torch's, a name, None
 words.py       memset32 and stream_write_value32
 settings.py    backend and signal pad size
-symmetrize.py  re-homes existing tensors and modules
-install.py     torch's own entrances and operators lead here for CPU tensors
+symmetrize.py  moves existing tensors and modules into symmetric memory
+install.py     makes torch's own functions and operators take CPU tensors, by calling ours
 
 Names and meaning are those of ``torch.distributed._symmetric_memory`` where it has them. torch is imported when the
 first tensor is made, not before.

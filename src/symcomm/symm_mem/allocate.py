@@ -31,7 +31,7 @@ def place_of(device: torch.device) -> Place | None:
 
 
 def _find(tensor: Any) -> tuple[Place, Any, Allocation] | None:
-    """Where a tensor is, its memory and what is known of it; None for ordinary memory."""
+    """(the kind of memory that a tensor lies in, that memory, facts about it); None for ordinary memory."""
     import torch
 
     place = place_of(tensor.device) if tensor.layout is torch.strided else None
@@ -128,8 +128,8 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
 
 
 def find_meeting(tensor: torch.Tensor, preferred: ProcessGroup | None = None) -> SymmetricMemory | None:
-    """The handle for the only group that the tensor's memory has met with, or for the preferred one of several; or
-    None."""
+    """The handle for the one group in which there was a rendezvous with the tensor's memory; of several, for the
+    preferred one; or None."""
     found = _find(tensor)
     if found is None:
         return None
@@ -173,7 +173,7 @@ def memory_stats() -> dict[str, int]:
 
 
 def trim() -> int:
-    """Return idle pages of this rank's arena to the system; says how many bytes that were.
+    """Return idle pages of this rank's arena to the system. Returns how many bytes they were.
 
     Raises: nothing."""
     return current_arena().trim()

@@ -1,4 +1,4 @@
-"""Which group a caller means: one of ours, one of torch's, the name of either, or None."""
+"""Finds the group that a caller means: one of ours, one of torch's, the name of either, or None."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _made: dict[tuple[bytes, str], ProcessGroup] = {}
 
 
 def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
-    """Say who takes part in the group of that name; it is made when rendezvous() first needs it.
+    """Announce a group of that name; it is made when rendezvous() first needs it.
 
     Raises: BadArgumentError."""
     key = (current_arena().nonce, group_name)
@@ -30,8 +30,8 @@ def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> N
 
 
 def of(group: Any = None) -> ProcessGroup:
-    """The group of ours that ``group`` stands on: one that torch made with backend "symcomm", a name, or None for the
-    default group. Its calls cost a microsecond, where torch's functions take several before they come to it.
+    """The group of ours under ``group``: one that torch made with backend "symcomm", a name, or None for the default
+    group. Its calls cost a microsecond; torch's functions take several before they call it.
 
     Raises: BadArgumentError."""
     return find_group("of", group)
@@ -43,7 +43,7 @@ def find_group(call: str, group: Any) -> ProcessGroup:
     if found is not None:
         return found
     if group is None:
-        return default_group()  # which raises: there is none
+        return default_group()  # raises, since there is none
     if not isinstance(group, str):
         fix = 'make it with backend="symcomm"' if _is_torch_group(group) else ""
         raise errors.bad_argument(call, "group", type(group).__name__, "a ProcessGroup, its name, or None", fix)
@@ -64,7 +64,7 @@ def look_up(group: Any) -> ProcessGroup | None:
 
 
 def is_known(group_name: str) -> bool:
-    """Whether a group of that name is on Symcomm, or can be made. Makes none."""
+    """Whether a group of that name is on Symcomm, or can be made. Does not make it."""
     announced = (current_arena().nonce, group_name) in _announced
     return announced or registry.find(group_name) is not None or _core_of(_torch_group(group_name)) is not None
 
@@ -78,7 +78,7 @@ def _announced_group(name: str) -> ProcessGroup | None:
     from symcomm.store import PrefixStore
 
     meeting_place = PrefixStore(f"symm_mem/{name}", store)
-    all_ranks = look_up(None)  # the same ranks, if they are as many
+    all_ranks = look_up(None)  # if it is of the same size, its ranks are the same
     check = None
     if all_ranks is not None and (all_ranks.rank, all_ranks.size) == (rank, world):
         check = all_ranks.watch(range(world), f"making group {name!r}")
@@ -91,8 +91,7 @@ def _announced_group(name: str) -> ProcessGroup | None:
 
 
 def _core_of(group: Any) -> ProcessGroup | None:
-    """A group of ours, or the one that a group of torch's stands on: these are above this layer, and have a
-    ``core``."""
+    """A group of ours, or the one under a group of torch's: those are above this layer, and have a ``core``."""
     core = getattr(group, "core", group)
     if isinstance(core, ProcessGroup):
         return core
@@ -129,5 +128,5 @@ def _torch_group(name: str) -> Any:
         return None
     try:
         return dist.distributed_c10d._resolve_process_group(name)
-    except RuntimeError:  # torch knows no group of that name either
+    except RuntimeError:  # torch does not know the name either
         return None

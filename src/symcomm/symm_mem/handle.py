@@ -1,4 +1,4 @@
-"""SymmetricMemory: the calls on memory that ranks have met with."""
+"""SymmetricMemory: what ranks can do with each other's memory after a rendezvous."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_dtype(call: str, dtype: Any) -> None:
 
 
 def _start_of(call: str, storage_offset: Any, dtype: Any) -> int:
-    """The byte that element ``storage_offset`` begins at."""
+    """The byte at which element ``storage_offset`` begins."""
     check_dtype(call, dtype)
     if not hasattr(storage_offset, "__index__") or storage_offset < 0:
         raise errors.bad_argument(call, "storage_offset", storage_offset, "a number of elements, not negative")
@@ -64,7 +64,7 @@ class SymmetricMemory:
         self._peer_memory = peer_memory
 
     def as_kind(self, kind: type[SymmetricMemory]) -> SymmetricMemory:
-        """The same handle as an object of a subclass."""
+        """This handle, as an object of a subclass."""
         other = object.__new__(kind)
         SymmetricMemory.__init__(other, self.group, self._memory, self._peer_memory, self.offset)
         return other
@@ -83,7 +83,7 @@ class SymmetricMemory:
 
     @property
     def buffer_ptrs(self) -> list[int]:
-        """Where each rank's buffer is mapped in this process."""
+        """The addresses at which this process has mapped each rank's buffer."""
         return list(self._peer_memory.buffers)
 
     @property
@@ -92,7 +92,7 @@ class SymmetricMemory:
 
     @property
     def buffer_ptrs_dev(self) -> int:
-        """Address of an array of the buffers' addresses, for kernels: in the memory of the device."""
+        """The address of an array of the buffers' addresses, in the device's memory, for kernels."""
         return self._peer_memory.arrays[0]
 
     @property
@@ -105,18 +105,18 @@ class SymmetricMemory:
 
     @property
     def signal_pad_ptrs_dev(self) -> int:
-        """Address of an array of the signal pads' addresses, for kernels."""
+        """The address of an array of the signal pads' addresses, for kernels."""
         return self._peer_memory.arrays[1]
 
     @property
     def multicast_ptr(self) -> int:
-        """0: there is no multicast on the CPU."""
+        """0: there is no multicast."""
         return 0
 
     has_multicast_support = staticmethod(settings.has_multicast_support)
 
     def get_peer_cft_handle(self, peer: int) -> tuple[int, int]:
-        """NCCL's endpoints on a GPU, in torch 2.15: there are none here."""
+        """Refused: in torch 2.15 these are NCCL's endpoints on a GPU, and there are none here."""
         raise errors.CallerError(f"get_peer_cft_handle({peer}): only NCCL has such endpoints; use get_buffer.")
 
     def get_multimem_cft_handle(self) -> tuple[int, int]:
@@ -129,13 +129,13 @@ class SymmetricMemory:
         return self._view("get_buffer", "rank", rank, sizes, dtype, _start_of("get_buffer", storage_offset, dtype))
 
     def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor over ``peer``'s counterpart of the tensor this handle was made from."""
+        """A contiguous tensor over ``peer``'s counterpart of the tensor that this handle was made for."""
         return self._view("get_remote_tensor", "peer", peer, sizes, dtype, self.offset)
 
     def get_signal_pad(
         self, rank: int, sizes: Sequence[int] = (), dtype: torch.dtype | None = None, storage_offset: int = 0
     ) -> torch.Tensor:
-        """A tensor over ``rank``'s signal pad: uint32 words, all of them, unless told otherwise."""
+        """A tensor over ``rank``'s signal pad; by default, all of its uint32 words."""
         import torch
 
         dtype = torch.uint32 if dtype is None else dtype
@@ -146,7 +146,7 @@ class SymmetricMemory:
     def _view(
         self, call: str, name: str, rank: int, sizes: Sequence[int], dtype: Any, start: int, of_pad: bool = False
     ) -> torch.Tensor:
-        """A tensor from byte ``start`` on over ``rank``'s buffer, or its signal pad."""
+        """A tensor over ``rank``'s buffer, or its signal pad, from byte ``start`` on."""
         import torch
 
         memory = self._peer_memory
@@ -170,18 +170,18 @@ class SymmetricMemory:
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Return once every rank has come to the barrier of this channel. timeout_ms 0: the group's timeout.
 
-        On a GPU this and the next two are in the order of the current stream: they return at once, and what comes later
+        On a GPU this and the next two calls run in the order of the current stream: they return at once, and later work
         in the stream waits."""
         self._check_channel("barrier", channel)
         timeout_ns = self.timeout_ns("barrier", timeout_ms)
         self._peer_memory.barrier(self.group, f"barrier(channel={channel})", channel, timeout_ns)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Signal ``dst_rank``, once it has taken the signal before this one."""
+        """Signal ``dst_rank``, once it has taken the previous signal."""
         self._signal("put_signal", "dst_rank", self._peer_memory.put, dst_rank, channel, timeout_ms)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Wait for a signal of ``src_rank`` and take it. What it wrote before the signal is visible then."""
+        """Wait for a signal of ``src_rank`` and take it. All that it wrote before the signal is then visible."""
         self._signal("wait_signal", "src_rank", self._peer_memory.take, src_rank, channel, timeout_ms)
 
     def _signal(self, call: str, name: str, act: Callable[..., None], peer: int, channel: int, timeout_ms: int) -> None:

@@ -1,6 +1,6 @@
 """What: torch's own entrances to symmetric memory take CPU tensors. There are three: the static functions of
 ``_SymmetricMemory``, the Python functions of ``torch.distributed._symmetric_memory``, and the operators
-``torch.ops.symm_mem.*``. At each, our functions take CPU tensors; everything else goes where it went before.
+``torch.ops.symm_mem.*``. Each calls our functions for CPU tensors, and torch's for all others.
 Why: torch has symmetric memory on GPUs only.
 Versions: all; older ones lack some of the names.
 Undo: ``uninstall()``.
@@ -25,7 +25,7 @@ _operators = "symcomm.torch_backend.symm_ops"  # above this layer, so it is load
 
 
 def install() -> None:
-    """Lead CPU tensors from torch's symmetric-memory functions and operators to ours. Harmless when called twice.
+    """Have torch's symmetric-memory functions and operators call ours for CPU tensors. A second call does nothing.
 
     Raises: ModuleNotFoundError without torch."""
     _installed.on()
@@ -88,7 +88,7 @@ def _is_input_on_cpu(input: Any, *_: Any, **__: Any) -> bool:
 
 
 def meet(tensor: Any, group_name: Any = None) -> SymmetricMemory | None:
-    """A rendezvous as torch's: None for a tensor that is not in symmetric memory."""
+    """A rendezvous with torch's meaning: None for a tensor that is not in symmetric memory."""
     return allocate.rendezvous(tensor, group_name) if allocate.is_symm_mem_tensor(tensor) else None
 
 
@@ -96,7 +96,7 @@ _workspaces: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDicti
 
 
 def workspace(group_name: Any, min_size: int) -> SymmetricMemory:
-    """A group's scratch memory of at least ``min_size`` bytes, which is kept. Every rank asks for the same size."""
+    """A group's scratch memory of at least ``min_size`` bytes, kept for later. Every rank asks for the same size."""
     import torch
 
     group = find_group("get_symm_mem_workspace", group_name)
@@ -107,7 +107,7 @@ def workspace(group_name: Any, min_size: int) -> SymmetricMemory:
 
 
 def _wants_cpu_workspace(group_name: str, min_size: int) -> bool:
-    """The caller does not name a device: a process that has used CUDA means CUDA."""
+    """The call names no device: a process that has used CUDA means CUDA."""
     import torch
 
     return is_known(group_name) and not torch.cuda.is_initialized()
@@ -180,7 +180,7 @@ _STATICS: dict[str, Callable[[Any], Any]] = {
     "get_mempool_allocator": _by(_is_cpu, settings.get_mempool_allocator),
     "has_multicast_support": _by(_device_type, settings.has_multicast_support),
 }
-# Those that are not listed (empty, get_backend, is_symm_mem_tensor, ...) call the static ones.
+# torch's other functions (empty, get_backend, is_symm_mem_tensor, ...) call the static ones.
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "rendezvous": _by(_is_on_cpu, lambda tensor, group: meet(tensor, group)),
     "enable_symm_mem_for_group": _by(is_known, lambda group_name: None),  # every group of ours has it

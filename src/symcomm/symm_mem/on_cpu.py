@@ -42,7 +42,7 @@ _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # those with allocations
 
 
 def allocate(arena: Arena, nbytes: int) -> Memory:
-    """Fresh memory; its content is whatever was there before."""
+    """Fresh memory; its content is undefined."""
     memory: Memory = arena.buffer(max(nbytes, 1))
     memory.allocation = ArenaAllocation(arena, ctypes.addressof(memory), nbytes)
     _memories[memory.allocation.address] = memory
@@ -51,7 +51,7 @@ def allocate(arena: Arena, nbytes: int) -> Memory:
 
 
 def find_memory(address: int) -> Memory | None:
-    """The memory that an address lies in, or None."""
+    """The memory in which an address lies, or None."""
     memory = _memories.get(address)
     if memory is not None or not any(a.base <= address < a.base + a.nbytes for a in list(_arenas)):
         return memory
@@ -62,7 +62,7 @@ def find_memory(address: int) -> Memory | None:
 
 
 def part_of(memory: Memory, offset: int, nbytes: int) -> Memory:
-    """Some bytes of ``memory``, which they keep alive."""
+    """A part of ``memory``, which it keeps alive."""
     return bytes_type(max(nbytes, 1)).from_buffer(memory, offset)
 
 
@@ -74,7 +74,7 @@ def storage_over(buffer: Any) -> torch.UntypedStorage:
 
 
 def mapped_storage(address: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
-    """A torch storage over memory that some rank owns; it keeps ``keeps`` alive."""
+    """A torch storage over memory that a rank owns. It keeps ``keeps`` alive."""
     part: Any = bytes_type(nbytes).from_address(address)
     part.keeps = keeps
     return storage_over(part)
@@ -85,7 +85,7 @@ def _arena_of(group_name: Any) -> Arena:
     return current_arena() if group is None else group.arena
 
 
-# By alloc_id, for ever: the memory and its size.
+# alloc_id -> (memory, size), for ever
 _kept: weakref.WeakKeyDictionary[Arena, dict[int, tuple[Memory, int]]] = weakref.WeakKeyDictionary()
 _lent: weakref.WeakValueDictionary[tuple[Arena, int], Memory] = weakref.WeakValueDictionary()  # while a tensor lives
 
@@ -98,8 +98,8 @@ class ArenaPeers(PeerMemory):
 
         if group.spans_hosts:
             raise errors.ResourceError(
-                f"rendezvous: the ranks of group {group.name!r} are on several hosts, and symmetric memory reaches no "
-                "farther than one; use a group of one host's ranks."
+                f"rendezvous: the ranks of group {group.name!r} are on several hosts, and symmetric memory does not "
+                "reach beyond one host; use a group of one host's ranks."
             )
         super().__init__(nbytes)
         self.device = torch.device("cpu")

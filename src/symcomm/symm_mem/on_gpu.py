@@ -1,6 +1,6 @@
 """Symmetric tensors in a GPU's memory: the same calls as on the CPU, in the order of streams.
 
-Signals are words in GPU memory, so that kernels of one's own may use them too. A stream puts a signal by writing 1 once
+Signals are words in GPU memory, so that users' own kernels may use them, too. A stream puts a signal by writing 1 once
 the word is 0, and takes it by waiting for 1 and writing 0.
 """
 
@@ -42,7 +42,7 @@ _lent: weakref.WeakValueDictionary[_Id, RawMemory] = weakref.WeakValueDictionary
 
 @contextlib.contextmanager
 def using(device: torch.device) -> Iterator[None]:
-    """Make the driver's calls go to ``device``; stream 0 is its default stream, as it is every other GPU's."""
+    """Make the driver's calls go to ``device``. Stream 0 is then its default stream, as it is every other GPU's."""
     import torch
 
     with torch.cuda.device(device):
@@ -63,7 +63,7 @@ def _persistent(key: _Id, nbytes: int) -> PoolBuffer:
 
 
 def find_piece(tensor: torch.Tensor) -> PoolBuffer | None:
-    """The symmetric memory that a CUDA tensor lies in, or None."""
+    """The symmetric memory in which a CUDA tensor lies, or None."""
     address = tensor.untyped_storage().data_ptr()
     piece = _pieces.get(address)
     if piece is not None or find_block(tensor.get_device(), address) is None:
@@ -76,7 +76,7 @@ def find_piece(tensor: torch.Tensor) -> PoolBuffer | None:
 
 
 class PoolPeers(PeerMemory):
-    """Memory on ranks' GPUs. Signals and barriers are in the order of the current stream."""
+    """Memory on ranks' GPUs. Signals and barriers run in the order of the current stream."""
 
     def __init__(self, gpu: CudaGroup, piece: PoolBuffer, nbytes: int):
         import torch
@@ -86,7 +86,7 @@ class PoolPeers(PeerMemory):
         self._gpu = gpu
         self._pad = pool_of(gpu.device).allocate(self.pad_bytes)
         torch.as_tensor(self._pad, device=self.device).zero_()
-        torch.cuda.current_stream(self.device).synchronize()  # nobody signals before it is clear
+        torch.cuda.current_stream(self.device).synchronize()  # no rank may signal before the pad is clear
         infos = self.exchange(
             gpu.core, handle=piece.block.handle.hex(), offset=piece.offset,
             pad_handle=self._pad.block.handle.hex(), pad=self._pad.offset,

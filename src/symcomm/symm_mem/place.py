@@ -1,4 +1,4 @@
-"""Where symmetric memory can be: what a CPU (on_cpu.py) and a GPU (on_gpu.py) each do in their own way."""
+"""Places where symmetric memory can be: the interface that on_cpu.py and on_gpu.py implement."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Allocation:
 
 
 class PeerMemory(ABC):
-    """Where every rank of a group has the same piece of memory, and its signal pad. It lives as long as our own piece,
-    and so does not hold the group, which may go first."""
+    """Where every rank of a group has the same piece of memory, and its signal pad. It lives as long as this rank's
+    piece, so it does not hold the group, which may go first."""
 
     device: torch.device
     buffers: list[int]  # addresses, by rank
@@ -43,7 +43,7 @@ class PeerMemory(ABC):
         self.pad_bytes = settings.get_signal_pad_size()
 
     def exchange(self, group: ProcessGroup, **info: Any) -> list[dict[str, Any]]:
-        """Gather from every rank what it says of its memory. Raises if sizes differ."""
+        """Exchange facts about each rank's memory. Raises if sizes differ."""
         info |= {"nbytes": self.nbytes, "pad_bytes": self.pad_bytes}
         infos = [json.loads(item) for item in group.all_gather_bytes(json.dumps(info).encode())]
         _check_alike(group, "nbytes", "allocated", infos, "allocate the same size on every rank")
@@ -54,11 +54,11 @@ class PeerMemory(ABC):
     @property
     @abstractmethod
     def arrays(self) -> tuple[int, int]:
-        """Addresses of the arrays of buffers and of signal pads, for kernels."""
+        """The addresses of the arrays of buffers' and of signal pads' addresses, for kernels."""
 
     @abstractmethod
     def storage(self, address: int, nbytes: int, keeps: Any) -> torch.UntypedStorage:
-        """Bytes of some rank's buffer or pad; they hold ``keeps``."""
+        """A storage over bytes of a rank's buffer or pad. It holds ``keeps``."""
 
     @abstractmethod
     def barrier(self, group: ProcessGroup, what: str, channel: int, timeout_ns: int) -> None: ...
@@ -81,7 +81,7 @@ def _check_alike(group: ProcessGroup, key: str, verb: str, infos: Sequence[dict[
 
 
 class Place(ABC):
-    """A kind of memory. ``how`` tells, in errors, how tensors get there."""
+    """A kind of memory. ``how``: the words in errors that say how tensors get there."""
 
     how: str
 
@@ -89,25 +89,25 @@ class Place(ABC):
     def new(
         self, nbytes: int, device: torch.device, group_name: Any, alloc_id: int | None
     ) -> tuple[torch.UntypedStorage, torch.device]:
-        """Fresh memory, and its device. Its content is whatever was there before."""
+        """Fresh memory, and its device. The content is undefined."""
 
     @abstractmethod
     def find(self, tensor: torch.Tensor) -> tuple[Any, Allocation] | None:
-        """The memory that a tensor lies in, or None for ordinary memory."""
+        """The memory in which a tensor lies, and facts about it; None for ordinary memory."""
 
     @abstractmethod
     def meet(self, memory: Any, group: ProcessGroup) -> PeerMemory:
-        """Called on every rank of the group, each with its piece."""
+        """Exchange where the pieces lie. Every rank of the group calls this with its own piece."""
 
     @abstractmethod
     def write_words(self, tensor: torch.Tensor, offset: int, value: int, count: int | None) -> None:
-        """Set ``count`` 32-bit words. With None it is one, and a rank that sees it sees everything written before."""
+        """Set ``count`` 32-bit words. None: set one word, and a rank that sees it sees everything written before."""
 
 
 def persistent(
     kept: dict[Any, tuple[M, int]], key: Any, is_lent: bool, alloc_id: int, nbytes: int, allocate: Callable[[], M]
 ) -> M:
-    """The memory that ``kept`` has under ``key``, allocated the first time. ``is_lent``: to a tensor that is alive.
+    """The memory that ``kept`` has under ``key``, allocated the first time. ``is_lent``: a tensor that is alive has it.
     Errors have torch's own words, which scripts may look for."""
     if is_lent:
         raise errors.BadArgumentError(

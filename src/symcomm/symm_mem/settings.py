@@ -1,4 +1,4 @@
-"""Which backend provides symmetric memory, and how large signal pads are."""
+"""Settings of symmetric memory: the backend, and the size of signal pads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _pad_bytes = DEFAULT_PAD_BYTES
 
 
 def get_backend(device: Any) -> str | None:
-    """``"symcomm"`` for the CPU and for GPUs that are there, None for devices whose memory we do not provide.
+    """``"symcomm"`` for the CPU, and for CUDA where there is a GPU; None for other devices.
 
     Raises: nothing."""
     import torch
@@ -25,7 +25,7 @@ def get_backend(device: Any) -> str | None:
 
 
 def set_backend(name: str) -> None:
-    """There is one backend; any other name is refused.
+    """Refuses every name but that of the one backend.
 
     Raises: BadArgumentError."""
     if name != BACKEND:
@@ -35,7 +35,7 @@ def set_backend(name: str) -> None:
 
 
 def has_multicast_support(device_type: Any, device_idx: int = 0) -> bool:
-    """No: we write to each rank by itself, also where hardware could write to all at once (NVLink SHARP).
+    """False: Symcomm writes to each rank by itself, also where hardware could write to all at once (NVLink SHARP).
 
     Raises: nothing."""
     return False
@@ -56,14 +56,14 @@ def get_mempool_allocator(device: Any) -> Any:
 
 
 def get_signal_pad_size() -> int:
-    """Bytes of a signal pad that the next rendezvous() makes.
+    """The bytes of the signal pads that the next rendezvous() makes.
 
     Raises: nothing."""
     return _pad_bytes
 
 
 def set_signal_pad_size(size: int) -> None:
-    """For later rendezvous(), on all ranks alike: 4 bytes for each rank and channel.
+    """Set the size for later rendezvous(), alike on all ranks: 4 bytes for each rank and channel.
 
     Raises: BadArgumentError."""
     global _pad_bytes

@@ -1,7 +1,7 @@
 """symmetrize(): existing tensors move into symmetric memory and stay the same objects.
 
-It moves storages, not tensors. Tensors that share one (tied weights, views, the optimizer's references, results of
-``.data`` or ``.detach()``) share the new one too, with their strides, hooks and gradients untouched.
+It moves storages, not tensors. Tensors that share a storage (tied weights, views, the optimizer's references, results
+of ``.data`` or ``.detach()``) share the new one, too, and keep their strides, hooks and gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LINE = 64  # storages begin on cache lines of their own
 def symmetrize(tensors: T, grads: bool | str = True, flat: bool = True) -> T:
     """Move a module's parameters, gradients and buffers, or tensors in lists and dicts, into symmetric memory.
 
-    Collectives on them need no copy from then on. Nothing else changes: the same Python objects hold the same values,
+    From then on collectives on them need no copy. Nothing else changes: the same Python objects hold the same values,
     and symmetric tensors stay where they are.
 
     ``grads``: True moves the gradients that exist; "allocate" also makes those that are missing, filled with zeros
@@ -45,7 +45,7 @@ def symmetrize(tensors: T, grads: bool | str = True, flat: bool = True) -> T:
 
 
 def _tensors_in(item: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of everything inside, parameters before buffers."""
+    """(name, tensor) of all tensors inside, parameters before buffers."""
     import torch
 
     if isinstance(item, torch.Tensor):
@@ -88,7 +88,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 
 
 def _move(tensors: list[torch.Tensor], missing: list[torch.Tensor], flat: bool) -> None:
-    """Give new homes to the tensors' storages, and zero gradients to the tensors in ``missing``."""
+    """Move the tensors' storages, and give zero gradients to the tensors in ``missing``."""
     import torch
 
     old: dict[int, torch.UntypedStorage] = {}
@@ -124,11 +124,11 @@ def _homes(sizes: list[int], flat: bool) -> list[torch.UntypedStorage]:
 def _rehome(storage: torch.UntypedStorage, home: torch.UntypedStorage, users: list[torch.Tensor]) -> None:
     swap = getattr(storage, "_swap_data_ptr_", None)
     if swap is not None:
-        swap(home)  # all tensors over the storage see the new memory, known to us or not
+        swap(home)  # all tensors over the storage see the new memory, not only those in ``users``
         return
     import torch
 
-    for tensor in users:  # before torch 2.13 only the tensors we were given can follow
+    for tensor in users:  # before torch 2.13 only these tensors can follow
         moved = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             home, tensor.storage_offset(), tensor.shape, tensor.stride()
         )

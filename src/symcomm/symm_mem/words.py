@@ -1,4 +1,4 @@
-"""Writing 32-bit words that others may be watching."""
+"""Writes 32-bit words that other ranks may be watching."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torc
 
 
 def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-    """Set one word. A rank that sees it sees everything this thread wrote before.
+    """Set one word. A rank that sees it sees everything that this thread wrote before.
 
     Raises: BadArgumentError."""
     return _write("stream_write_value32", input, offset, val)

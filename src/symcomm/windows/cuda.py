@@ -1,7 +1,7 @@
 """Windows into CUDA tensors of ranks that share a host: puts and signals in the order of the current stream.
 
 Signals are counts in GPU memory. Only one rank increments a word, so it knows the next value, and its stream writes it.
-The stream of the rank that waits waits until the word has reached its value. Nothing on the host waits for the GPU.
+The waiting rank's stream waits until the word has reached that value. Nothing on the host waits for the GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORD = 4  # bytes
 
 
 class _Source:
-    """A contiguous tensor that is put."""
+    """The tensor of a put, made contiguous."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor.contiguous()
@@ -56,7 +56,7 @@ class CudaMemory(AnyMemory):
         if group.spans_hosts:
             raise errors.ResourceError(
                 f"tensor_register: the ranks of group {group.name!r} are on several hosts, and windows into CUDA "
-                "tensors reach no farther than one; use a group of one host's ranks."
+                "tensors do not reach beyond one host; use a group of one host's ranks."
             )
         piece = find_piece(tensor)
         if piece is None and tensor.numel():
@@ -68,7 +68,7 @@ class CudaMemory(AnyMemory):
         self._piece = piece or pool_of(tensor.get_device()).allocate(1)
         self.words = pool_of(tensor.get_device()).allocate(WORD * group.size)
         torch.as_tensor(self.words, device=tensor.device).zero_()
-        torch.cuda.current_stream(tensor.device).synchronize()  # no rank signals before it is cleared
+        torch.cuda.current_stream(tensor.device).synchronize()  # no rank may signal before the words are cleared
         self._host = Segment(group, 0, 0, DType.UINT8)  # says whether a rank is still there
         self.info = {
             "device": "cuda", "shape": list(tensor.shape), "count": tensor.numel(),
@@ -77,7 +77,7 @@ class CudaMemory(AnyMemory):
             "words_handle": self.words.block.handle.hex(), "words": self.words.offset, "host": self._host.info,
         }  # fmt: skip
         self._sent: Counter[int] = Counter()  # signals, by target
-        self._awaited: Counter[int] = Counter()  # and by sender
+        self._awaited: Counter[int] = Counter()  # waits for signals, by sender
         self._signalled: dict[int, tuple[Any, Any]] = {}  # by target: the last signal's stream, and its event
         self._puts: dict[int, Any] = {}  # by stream: the event of its last put
         self._sides: dict[int, Any] = {}  # by sender: the stream of asynchronous waits
@@ -96,7 +96,7 @@ class CudaMemory(AnyMemory):
             self._word_addresses = opened_pieces(infos, "words_handle", "words")
 
     def check_usable(self, call: str) -> None:
-        """Raise if the group failed. The first caller learns what was found while the GPU waited."""
+        """Raise if the group failed. The first call also raises failures that were found while the GPU waited."""
         self.failures.check_usable(call)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class CudaMemory(AnyMemory):
 
     @explain_cuda_errors
     def put(self, source: _Source, rank: int, offset: int, seconds: float) -> int:
-        """In the order of the current stream."""
+        """Copy in the order of the current stream."""
         import torch
 
         if status := self._host.write(rank, 0, 0, 0):
@@ -153,7 +153,7 @@ class CudaMemory(AnyMemory):
 
     @explain_cuda_errors
     def signal(self, rank: int, seconds: float) -> int:
-        """In the order of the current stream, and after all signals to that rank before."""
+        """Signal in the order of the current stream, and after all earlier signals to that rank."""
         import torch
 
         if status := self._host.write(rank, 0, 0, 0):
@@ -174,7 +174,7 @@ class CudaMemory(AnyMemory):
 
     @explain_cuda_errors
     def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> CudaWork | None:
-        """The current stream waits; with ``async_op`` one of our own does, and the work's ``wait()`` joins it."""
+        """The current stream waits. With ``async_op`` another stream does, and the work's ``wait()`` joins it."""
         import torch
 
         stream = self._side(rank) if async_op else torch.cuda.current_stream(self.device)

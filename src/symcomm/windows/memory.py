@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def no_shortcut(*_: Any) -> int | None:
-    """For windows whose calls always check their arguments."""
+    """The shortcut of windows whose calls always check their arguments."""
     return None
 
 
 def _place(group: Any, tensor: torch.Tensor) -> None:
-    """Move a tensor's storage into this rank's symmetric memory, unless it is there."""
+    """Move a tensor's storage into this rank's symmetric memory, unless it is there already."""
 
     def refuse(what: str, fix: str) -> errors.BadArgumentError:
         return errors.bad_argument("tensor_register", "tensor", f"memory of {what}", "this rank's own", fix)
@@ -44,7 +44,7 @@ def _place(group: Any, tensor: torch.Tensor) -> None:
 
 
 class AnyMemory:
-    """One window's memory on all ranks of a ProcessGroup, wherever it is. ``infos``: what each rank told of its own."""
+    """One window's memory on all ranks of a ProcessGroup, of any kind. ``infos``: each rank's facts about its own."""
 
     group: Any
     device: Any
@@ -56,7 +56,7 @@ class AnyMemory:
         native.change_tensors(self.tensor())
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
-        """put, signal and wait_signal for arguments that need no check. wait_signal's holds until the first
+        """put, signal and wait_signal for arguments that need no check. The last one may be used until the first
         asynchronous wait."""
         return no_shortcut, no_shortcut, no_shortcut
 
@@ -105,7 +105,7 @@ class HostMemory(AnyMemory):
         self.group.check_usable()
 
     def close(self) -> None:
-        """When all ranks have arrived here, all puts have ended."""
+        """Return once all puts have ended: they have when all ranks have arrived here."""
         self.group.barrier()
 
     def end(self) -> None:
@@ -132,7 +132,7 @@ class HostMemory(AnyMemory):
         return self._segment.signal(rank)
 
     def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> SignalWork | None:
-        """Returns a work if ``async_op``. Waits for the same rank end in order."""
+        """Wait, or return a work if ``async_op``. Waits for the same rank end in order."""
         before = self._last.get(rank)
         if before is not None and before.is_completed():
             del self._last[rank]

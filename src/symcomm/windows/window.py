@@ -1,4 +1,4 @@
-"""Window, and what it says about itself."""
+"""Window: one-sided writes and signals, with arguments checked. memory.py, hosts.py and cuda.py move the bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from symcomm.windows.works import DONE
 if TYPE_CHECKING:
     import torch
 
-_numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()  # by group: ranks count alike
+_numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()  # by group; alike on all ranks
 
 
 class WindowAccessType(enum.IntEnum):
@@ -81,7 +81,7 @@ class Window:
         """Let all ranks write to ``tensor``. Every rank of the group calls it, each with its own tensor.
 
         A CPU tensor moves into symmetric memory, unless it lies there; it stays the same object with the same values.
-        ``owning``: the window keeps the tensor's memory alive. Otherwise that is up to the caller."""
+        ``owning``: the window keeps the tensor's memory alive. Otherwise the caller must."""
         self.group.check_usable()
         if self._memory is not None:
             raise errors.CallerError(
@@ -91,7 +91,7 @@ class Window:
         refusal: Exception | None = None
         try:
             memory = _memory_for(self.group, tensor, self._number)
-        except Exception as error:  # tell the others, which would wait for us
+        except Exception as error:  # tell the others, which would wait for this rank
             refusal = error
         info = {"window": self._number, "refusal": str(refusal or ""), **(memory.info if memory else {})}
         infos = [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(info).encode())]
@@ -111,7 +111,7 @@ class Window:
             memory.check_usable("tensor_deregister")
             memory.close()
             memory.changed()
-            self.group.exposed.pop(self._number, None)  # on a failed group it stays until all have left that
+            self.group.exposed.pop(self._number, None)  # on a failed group it stays until all ranks have left
         finally:
             memory.end()
             self._memory = self._tensor = None
@@ -129,7 +129,7 @@ class Window:
                 "map_remote_tensor: the window does not own this rank's tensor; register it with owning=True."
             )
         if rank == self.group.rank:
-            return self._tensor.detach()  # so that autograd sees what is written through it
+            return self._tensor.detach()  # it shares the version counter, so autograd notices writes
         return memory.tensor_of(rank, self._tensor)
 
     def get_attr(self, peer_rank: int) -> WindowAttr:
@@ -139,7 +139,7 @@ class Window:
 
     # --- one-sided calls --------------------------------------------------------------------------------------
 
-    # ``opts``: torch's PutOptions, SignalOptions and WaitSignalOptions, or ours of these names, for their timeout.
+    # ``opts``: torch's PutOptions, SignalOptions and WaitSignalOptions, or ours of these names; only for the timeout.
 
     def put(
         self,
@@ -153,7 +153,7 @@ class Window:
         """Write ``tensor`` into ``dst_rank``'s memory, from element ``target_offset_nelems`` on.
 
         ``dst_rank`` takes no part. It sees the put once it has taken a later signal. You may change ``tensor`` when the
-        work has ended; on the CPU, that is when this returns."""
+        work has ended; on the CPU, it has when this returns."""
         if opts is None and timeout is None and self._short_put(tensor, dst_rank, target_offset_nelems) == 0:
             return self._done
         memory = self._registered("put", "dst_rank", dst_rank)
@@ -198,12 +198,12 @@ class Window:
         memory = self._registered("wait_signal", "peer_rank", peer_rank)
         seconds = self._seconds("wait_signal", opts, timeout)
         if async_op:
-            self._short_wait = no_shortcut  # from now on waits may have to end in order
+            self._short_wait = no_shortcut  # from now on a wait may have to let an earlier one end first
         work = memory.wait_signal(f"wait_signal(peer_rank={peer_rank})", peer_rank, async_op, seconds)
         return self._done if work is None else self._dressed("wait_signal", work, seconds)
 
     def _dressed(self, call: str, work: Any, seconds: float) -> Any:
-        """What the caller gets for one of our works; ``seconds``: its time limit."""
+        """What the caller gets for one of our works. ``seconds``: the work's time limit."""
         return work
 
     # --- arguments --------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Window:
         return memory
 
     def _seconds(self, call: str, opts: Any, timeout: Timeout) -> float:
-        """The deadline in ``timeout``, or in PutOptions and the like (ours or torch's), or the group's."""
+        """The time-out in ``timeout``, or in PutOptions and the like (ours or torch's), or the group's."""
         given = getattr(opts, "timeout", None) if timeout is None else timeout
         if given is None or (timeout is None and isinstance(given, timedelta) and given.days < 0):  # unset is -1 ms
             return self.group.timeout

@@ -1,4 +1,4 @@
-"""What put, signal and wait_signal return."""
+"""The works that put, signal and wait_signal return."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What carries bytes between hosts: Gloo and NCCL through torch, MPI through mpi4py."""
+"""Engines carry bytes between hosts: Gloo and NCCL through torch, MPI through mpi4py."""

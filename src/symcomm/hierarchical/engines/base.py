@@ -1,6 +1,6 @@
 """Engines: the transports between hosts.
 
-An engine moves bytes between ranks: batches of sends and receives that are started and waited for. Everything else
+An engine moves bytes between ranks: it starts batches of sends and receives, and says when they have ended. All else
 (which bytes, in which order, combined how) is the same for all engines, so a new one is a hundred lines. Third parties
 add theirs by an entry point of the group ``symcomm.engines``, whose name is the engine's.
 """
@@ -33,10 +33,10 @@ TAGS = 8
 
 
 class Move(NamedTuple):
-    """One message. Between two ranks, messages of one tag arrive in the order in which they were started; those of one
-    tag do not wait for those of another. All moves of a batch have the same tag, one of TAGS, and the same ``match``.
+    """One message. Between two ranks, messages of one tag arrive in the order in which they were started, and do not
+    wait for those of another tag. All moves of a batch have the same tag, one of TAGS, and the same ``match``.
 
-    ``match``: both ends must have the same number here to match each other; up to 27 bits."""
+    ``match``: a number of up to 27 bits, which must be the same at both ends."""
 
     is_send: bool
     address: int
@@ -46,14 +46,14 @@ class Move(NamedTuple):
     match: int = 0
 
     def label(self, most: int) -> int:
-        """Tag and match as one number, for networks that know one. ``most``: the largest they take."""
+        """Tag and match as one number, for networks that have only one. ``most``: the largest that they take."""
         return self.tag + TAGS * (self.match % (most // TAGS))
 
 
 @dataclass
 class EngineContext:
-    """What an engine is told when it is made. ``address``: where other hosts reach this rank. ``check``: raises once
-    some rank cannot arrive any more; None when the engine has connected."""
+    """What an engine is told when it is made. ``address``: where other hosts reach this rank. ``check``: raises once a
+    rank cannot arrive any more; None when the engine has connected."""
 
     rank: int
     size: int
@@ -64,8 +64,8 @@ class EngineContext:
 def in_background(
     act: Callable[[], T], timeout: float, context: EngineContext, how: str, absent: Callable[[], Sequence[int]] = list
 ) -> T:
-    """What ``act()``, which connects the ranks by ``how``, returns or raises. Its thread is left behind where the time
-    is over, or ``context.check`` raises. ``absent()``: the ranks that did not come."""
+    """Connect the ranks by ``how``: call ``act()`` in a thread, and return or raise what it does. The thread is left
+    behind when the time is over, or ``context.check`` raises. ``absent()``: the ranks that did not come."""
     answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -85,7 +85,7 @@ def in_background(
 
 
 class Expected:
-    """Receives that belong to a later start, and what the engine has begun of them."""
+    """Receives that belong to a later ``start``. ``begun``: what the engine has begun of them."""
 
     def __init__(self, moves: Sequence[Move]):
         self.moves = [m for m in moves if m.nbytes]
@@ -93,7 +93,7 @@ class Expected:
 
 
 class Transfer:
-    """Moves in flight. ``then(transfer)`` is called once they have ended, in a thread of the engine's."""
+    """Moves in flight. ``then(transfer)`` is called once they have ended, in a thread of the engine."""
 
     def __init__(self, peers: Sequence[int] = (), then: Callable[[Transfer], None] | None = None):
         self.peers = sorted(set(peers))
@@ -137,32 +137,32 @@ class Engine(ABC):
 
     @abstractmethod
     def __init__(self, context: EngineContext):
-        """Get ready, and say in ``self.endpoint`` (of JSON's types) what the others need to know."""
+        """Get ready, and put what the others need to know into ``self.endpoint`` (of JSON's types)."""
 
     @abstractmethod
     def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
-        """Called by all ranks at once with everybody's endpoint."""
+        """All ranks call this at once, with the endpoints of all."""
 
     @abstractmethod
     def start(
         self, moves: Sequence[Move], then: Callable[[Transfer], None] | None = None, expected: Expected | None = None
     ) -> Transfer:
-        """Begin all ``moves``, which proceed at the same time, and return. May be called by several threads.
+        """Begin all ``moves``, which proceed at the same time, and return. Several threads may call this.
 
-        ``expected``: receives that are part of it, begun already or not."""
+        ``expected``: receives that belong to it, begun already or not."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End every transfer now, with an error; the engine is of no use afterwards. As far as the network allows, none
-        reads or writes its memory any more when this returns: callers have their tensors back then."""
+        """End every transfer now, with an error; the engine cannot be used afterwards. As far as the network allows, no
+        transfer uses its memory any more when this returns: callers get their tensors back."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections and threads. Nothing is in flight any more."""
+        """Let go of connections and threads. No transfer is in flight any more."""
 
     def expect(self, moves: Sequence[Move]) -> Expected:
-        """Receives that a later ``start`` will be given. An engine that can begin them now, while others start and end,
-        has its bytes half a round trip sooner."""
+        """Announce receives that a later ``start`` will be given. An engine that can begin them now, while other
+        transfers start and end, gets its bytes half a round trip sooner."""
         return Expected(moves)
 
 
@@ -196,5 +196,5 @@ def wanted_engine(given: str | None) -> str:
 
 
 def available_engines() -> list[str]:
-    """Engines for memory of the host that can be used here, the best first. NCCL takes part only when asked for."""
+    """The engines for host memory that can be used here, the best first. NCCL is used only when it is asked for."""
     return [name for name in [*BUILT_IN, *_entry_points()] if name != "nccl" and not engine_class(name).why_not()]

@@ -1,7 +1,7 @@
 """MPI as an engine, through mpi4py: for clusters whose network MPI knows best.
 
-Ranks must have been started by mpirun or srun, so that MPI knows them all. One thread makes every call of MPI's once
-the ranks are connected, so that any level of thread support but the lowest will do.
+mpirun or srun must have started the ranks, so that MPI knows them all. Once they are connected, one thread makes all
+calls of MPI, so any level of thread support but the lowest will do.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 from symcomm import errors
 from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer, in_background
 
-# One of these is set by whatever starts ranks that MPI knows.
+# A program that starts ranks for MPI sets one of these.
 STARTED_BY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK", "MPI_LOCALNRANKS")
-LONGEST_NAP = 0.0005  # seconds between two looks at what is on its way
+LONGEST_NAP = 0.0005  # seconds between two looks at the transfers under way, at most
 LARGEST_TAG = 32767  # what every MPI takes
 
 
@@ -70,7 +70,7 @@ class MpiEngine(Engine):
         return transfer
 
     def _work(self) -> None:
-        """Start what is asked for, and look after what is on its way."""
+        """Start transfers that are asked for, and end those that are complete."""
         under_way: deque[tuple[list[Any], Transfer]] = deque()
         nap = 0.0
         while True:
@@ -132,7 +132,7 @@ class MpiEngine(Engine):
         self._aborted = True
         self._asked.put(None)
         if self._comm is not None and threading.current_thread() is not self._thread:
-            self._thread.join(2.0)  # what it then has not cancelled is up to MPI
+            self._thread.join(2.0)  # transfers that it has not cancelled by then are up to MPI
 
     def close(self) -> None:
         self._asked.put(None)

@@ -1,9 +1,9 @@
 """Engines that torch brings along: Gloo for any network, NCCL through GPUs.
 
-Both are torch's own C++ process groups, used only to send and receive bytes. They rendezvous in a TCPStore that the
-first rank serves: ours, since torch's client resolves 127.0.0.1 by DNS, and hangs for seconds where that does not
-answer. A thread waits for transfers, since a wait cannot be cancelled: Gloo closes all connections when one of its own
-deadlines passes. So it is given none, except to abort everything.
+Both are torch's own C++ process groups, used only to send and receive bytes. They rendezvous in a TCPStore of ours that
+the first rank serves: torch's client resolves 127.0.0.1 by DNS, and hangs for seconds where that does not answer. A
+thread waits for transfers, since a wait cannot be cancelled. Gloo closes all connections when one of its own deadlines
+passes, so it is given none, except to abort everything.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from symcomm.store import TCPStore
 
 NEVER = timedelta(days=365)
 LARGEST_TAG = 1 << 30
-DESCRIPTORS = 8  # that an engine may take besides one for each rank; Gloo was seen to take 3
+DESCRIPTORS = 8  # file descriptors for an engine besides one for each rank; Gloo was seen to take 3
 ABORT_TAG = (1 << 31) - 2
-LOOK = timedelta(milliseconds=200)  # between two looks whether a group that connects was given up
+LOOK = timedelta(milliseconds=200)  # between two checks whether a group that connects was given up
 
 
 def _bytes_at(address: int, nbytes: int) -> Any:
-    """Memory as a torch tensor. The caller who starts a transfer keeps the memory alive."""
+    """Memory as a torch tensor. The code that starts a transfer keeps the memory alive."""
     import torch
 
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _as_torch_store(store: TCPStore, given_up: threading.Event) -> Any:
-    """Our store as one of torch's. C++ keeps only its half alive: the caller must keep this one. Waits in it end soon
+    """Our store as one of torch's. The caller must keep it: C++ keeps only its own half alive. Waits in it end soon
     after ``given_up`` is set."""
     import torch.distributed as dist
 
@@ -93,7 +93,7 @@ _connected: set[_TorchEngine] = set()
 
 @atexit.register
 def _end_all() -> None:
-    """A thread inside torch when the interpreter exits would crash the process."""
+    """A thread that is inside torch when the interpreter exits would crash the process."""
     for engine in list(_connected):
         if engine.pid == os.getpid():
             engine.end_threads()
@@ -107,7 +107,7 @@ class _TorchEngine(Engine):
         self._store: Any = None
         self._first: dict[str, Any] = {}  # the first rank's endpoint
         self._group: Any = None
-        self._post = threading.RLock()  # messages of one pair are started in one order
+        self._post = threading.RLock()  # held while moves start, so that a pair's messages keep their order
         self._waiting: dict[int, queue.SimpleQueue[tuple[list[Any], Transfer] | None]] = {}  # by tag
         self._threads: list[threading.Thread] = []
         self._under_way: set[Transfer] = set()
@@ -118,7 +118,7 @@ class _TorchEngine(Engine):
             self.endpoint = {"address": context.address, "port": self._served.port, "token": token}
 
     def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
-        """In a thread: both the store and the engine would wait for a peer that died meanwhile."""
+        """Connects in a thread: both the store and the engine would wait for a peer that died meanwhile."""
         self._first, size = endpoints[0], self.context.size
         needed = DESCRIPTORS + size * (1 if self._served is None else 2)  # the store's server has one for each, too
         how, limit, given_up = self.name.capitalize(), timedelta(seconds=timeout), threading.Event()
@@ -128,7 +128,7 @@ class _TorchEngine(Engine):
             self._group = in_background(join, timeout, self.context, how, self._absent)
         finally:
             if self._group is None:
-                given_up.set()  # what waits in the store for the others ends, with its connections
+                given_up.set()  # ends waits for the others in the store, and their connections
         _connected.add(self)
 
     def _join(self, limit: timedelta, given_up: threading.Event) -> Any:
@@ -144,8 +144,8 @@ class _TorchEngine(Engine):
         return TCPStore(first["address"], first["port"], timeout=timeout, token=first["token"] or None, patient=False)
 
     def _absent(self) -> list[int]:
-        """Ranks that have not begun to connect, as the store knows that the first rank serves: that one, if the store
-        does not answer. This takes a connection of its own: the engine still waits in the other."""
+        """Ranks that have not begun to connect, as the first rank's store says; the first rank if it does not answer.
+        This takes a connection of its own: the engine still waits in the other."""
         try:
             with contextlib.closing(self._open_store(timedelta(seconds=1))) as store:
                 return [r for r in range(self.context.size) if not store.check([f"connecting/{r}"])]
@@ -177,7 +177,7 @@ class _TorchEngine(Engine):
         return transfer
 
     def _waiter(self, tag: int) -> queue.SimpleQueue[Any]:
-        """What the thread for transfers of one tag reads. Those of one tag end about in the order of their start."""
+        """The queue of the thread for transfers of one tag, which end about in the order of their start."""
         waiting = self._waiting.get(tag)
         if waiting is None:
             waiting = self._waiting[tag] = queue.SimpleQueue()
@@ -187,7 +187,7 @@ class _TorchEngine(Engine):
         return waiting
 
     def _begin(self, moves: Sequence[Move]) -> list[Any]:
-        """Works to wait for. Receives first: what arrives then has a place."""
+        """Start moves; returns the works to wait for. Receives come first, so that arriving bytes have a place."""
         works = []
         for m in sorted(moves, key=lambda m: m.is_send):
             act = self._group.send if m.is_send else self._group.recv
@@ -195,7 +195,7 @@ class _TorchEngine(Engine):
         return works
 
     def _on_ready(self, waiting: queue.SimpleQueue[Any]) -> None:
-        """A thread of the engine: waits for what is on its way, in the order in which it was started."""
+        """A thread of the engine: waits for transfers, in the order in which they were started."""
         while (item := waiting.get()) is not None:
             works, transfer = item
             error: BaseException | None = None
@@ -215,7 +215,7 @@ class _TorchEngine(Engine):
                 waiting.put(None)
             self._waiting = {}
             over = not self._under_way
-        if over:  # their threads have nothing left to do; one that Python kills inside PyTorch ends the process
+        if over:  # the threads have nothing left to do; one that Python kills inside PyTorch ends the process
             self._join_threads()
             with self._post:
                 _connected.discard(self)
@@ -259,7 +259,7 @@ class GlooEngine(_TorchEngine):
         return expected
 
     def abort(self) -> None:
-        """A wait whose time is over closes all connections, and so ends all waits, here and at the peers."""
+        """Let a wait run out of time: Gloo then closes all connections, which ends all waits, here and at the peers."""
         group, size = self._group, self.context.size
         if group is None or size == 1:
             return
@@ -300,7 +300,7 @@ class NcclEngine(_TorchEngine):
         options._timeout = NEVER
         self._stream = torch.cuda.Stream(self._device)
         backend = nccl(self._store, self.context.rank, self.context.size, options)
-        whole = dist.ProcessGroup(self._store, self.context.rank, self.context.size)  # which knows batches
+        whole = dist.ProcessGroup(self._store, self.context.rank, self.context.size)  # this one can send batches
         whole._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         whole._register_backend(self._device, dist.ProcessGroup.BackendType.NCCL, backend)
         return whole
@@ -330,7 +330,7 @@ class NcclEngine(_TorchEngine):
 
 
 class _Fetch:
-    """Waits for a batch of NCCL's and copies what came to the host."""
+    """Waits for a batch of NCCL's, and copies the received bytes to the host."""
 
     def __init__(self, work: Any, pairs: list[tuple[Any, Any]], staged: list[Any], stream: Any):
         self._work, self._pairs, self._staged, self._stream = work, pairs, staged, stream
