@@ -92,6 +92,23 @@ def test_contract(name: str, check: str):
         assert said.get(check) == "", f"rank {rank}: {said.get(check, 'did not come so far')}"
 
 
+@pytest.mark.skipif(bool(why_not("gloo")), reason="this torch has no Gloo")
+def test_a_transfer_that_gets_no_thread_fails_and_the_next_one_does_not(monkeypatch):
+    def start_none(thread):
+        raise RuntimeError("can't start new thread")
+
+    engine = engine_class("gloo")(engines.EngineContext(0, 1, "127.0.0.1"))
+    engine.connect([engine.endpoint], 20)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_none)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                engine.start([]).wait(10)
+        engine.start([]).wait(10)
+    finally:
+        engine.close()
+
+
 MPI_PROGRAM = """
 import os, sys
 os.environ["SYMCOMM_HOST_ID"] = str(int(os.environ.get("PMI_RANK") or os.environ["PMIX_RANK"]) // 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 
 import pytest
 import torch
@@ -248,6 +249,31 @@ def test_asynchronous_operations_keep_their_order():
         assert said == ([3.0, 6.0, 9.0, 12.0, 15.0], 3.0, [[3.0, 3.0]])
 
 
+def calls_without_a_thread(group, has_threads):
+    kind = errors.CallRefusedError if group.rank else errors.ResourceError
+    for _ in range(2):  # the second call starts no thread that the first left unstarted
+        with pytest.raises(kind, match="no thread could be started for asynchronous operations"):
+            group.all_reduce(torch.ones(2), async_op=True).wait()
+    group.barrier()
+    has_threads.set()
+    total = torch.ones(2)
+    group.all_reduce(total, async_op=True).wait()
+    return total.tolist(), group.sequence_number
+
+
+def test_a_rank_without_a_thread_refuses_its_asynchronous_calls(monkeypatch):
+    start, has_threads = threading.Thread.start, threading.Event()
+
+    def start_elsewhere(thread):
+        is_refused = thread.name == "symcomm-hosts" and threading.current_thread().name == "symcomm-rank-0"
+        if is_refused and not has_threads.is_set():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_elsewhere)
+    assert run(calls_without_a_thread, [1, 1], has_threads) == [([2.0, 2.0], 4)] * 2
+
+
 def messages(group):
     """Around the ring, small and large, then everybody to rank 0, which takes whoever comes."""
     size, rank = group.size, group.rank
@@ -400,10 +426,17 @@ def late(group):
     return info.value.missing, "did not come: 3; arrived: 0-2" in str(info.value)
 
 
-def test_a_rank_that_does_not_come_is_named_on_every_host():
-    import threading
+@pytest.mark.parametrize("lacks_threads", [False, True])
+def test_a_rank_that_does_not_come_is_named_on_every_host(lacks_threads, monkeypatch):
+    done, start = threading.Barrier(4), threading.Thread.start
 
-    done = threading.Barrier(4)
+    def start_few(thread):
+        if thread.name.startswith(("symcomm-answer", "symcomm-abort", "symcomm-tell")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    if lacks_threads:
+        monkeypatch.setattr(threading.Thread, "start", start_few)
 
     def both(group):
         said = late(group)

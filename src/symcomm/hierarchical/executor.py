@@ -90,8 +90,13 @@ class HierarchicalExecutor(HostExecutor):
             return None
         work = HierarchicalWork(state, self.submitted, call, site, act, request.outputs, request.result)
         work.kept = buffers
-        self.runner.submit(work)
         self.keep(work)
+        try:
+            self.runner.submit(work)
+        except errors.ResourceError:
+            self.pending.remove(work)
+            self.submitted -= 1  # the refusal that follows takes the number
+            raise
         if async_op:
             return work
         work.wait()
@@ -154,8 +159,8 @@ class HierarchicalExecutor(HostExecutor):
         if self._is_idle():
             act()
         else:
-            self.runner.submit(work := HierarchicalWork(state, self.submitted, "refusal", site, act))
-            self.keep(work)
+            self.keep(work := HierarchicalWork(state, self.submitted, "refusal", site, act))
+            self.runner.submit(work)
 
     def _tell_refusal(self, told: bytes, words: str, site: int) -> None:
         """Tell the ranks of this host, whose first step finds it, and the leaders of the others."""

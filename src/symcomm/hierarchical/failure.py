@@ -88,7 +88,10 @@ class Failures:
             own = self._own_answer(header["where"])
             group.tell(rank, {"kind": "answer", "survey": header["survey"], **own}, timeout=REACH)
 
-        threading.Thread(target=reply, name="symcomm-answer", daemon=True).start()
+        try:
+            threading.Thread(target=reply, name="symcomm-answer", daemon=True).start()
+        except RuntimeError:  # no thread could be started
+            reply()
 
     def note_answer(self, rank: int, header: dict[str, Any]) -> None:
         if (answers := self._answers.get(header["survey"])) is not None:

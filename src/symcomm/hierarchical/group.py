@@ -6,6 +6,7 @@ This file makes the group and its parts, hands control messages to the parts, an
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import socket
@@ -256,8 +257,12 @@ class HierarchicalGroup(ProcessGroup):
         if self.engine is None:
             return
         stopping = threading.Thread(target=self.engine.abort, name="symcomm-abort", daemon=True)
-        stopping.start()
-        self._stopping = stopping
+        try:
+            stopping.start()
+        except RuntimeError:  # no thread could be started
+            self.engine.abort()
+        else:
+            self._stopping = stopping
 
     def await_engine(self) -> None:
         """Return when the engine no longer touches the caller's tensors."""
@@ -281,9 +286,13 @@ class HierarchicalGroup(ProcessGroup):
     def tell_all(self, ranks: Iterable[int], header: dict[str, Any], timeout: float) -> None:
         """Send a message to each of ``ranks``. Connects to all of them at the same time, since that may take long."""
         far = [r for r in ranks if not self.tell_known(r, header)]
+        tell = functools.partial(self.tell, header=header, timeout=timeout)
         if far:
-            with ThreadPoolExecutor(16, thread_name_prefix="symcomm-tell") as pool:
-                list(pool.map(lambda r: self.tell(r, header, timeout=timeout), far))
+            try:
+                with ThreadPoolExecutor(16, thread_name_prefix="symcomm-tell") as pool:
+                    list(pool.map(tell, far))
+            except RuntimeError:  # no thread could be started: one after the other
+                list(map(tell, far))
 
     def backlog(self, rank: int) -> int:
         """Bytes queued for a rank."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from symcomm.errors import no_thread
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Site
 from symcomm.group.work import FOREVER, LOOK, Work
@@ -86,8 +87,12 @@ class Runner:
 
     def submit(self, work: HierarchicalWork) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._works,), name="symcomm-hosts", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_run, args=(self._works,), name="symcomm-hosts", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise no_thread("asynchronous operations", error) from None
+            self._thread = thread
         self._works.put(work)
 
     def stop(self) -> None:

@@ -172,7 +172,8 @@ class _TorchEngine(Engine):
                 works = begun + self._begin(moves)
                 self._under_way.add(transfer)
                 self._waiter(next((m.tag for m in (*moves, *awaited)), 0)).put((works, transfer))
-        except RuntimeError as error:  # the peer is gone already
+        except RuntimeError as error:  # the peer is gone already, or no thread could be started
+            self._under_way.discard(transfer)
             transfer.end(error)
         return transfer
 
@@ -180,10 +181,11 @@ class _TorchEngine(Engine):
         """The queue of the thread for transfers of one tag, which end about in the order of their start."""
         waiting = self._waiting.get(tag)
         if waiting is None:
-            waiting = self._waiting[tag] = queue.SimpleQueue()
+            waiting = queue.SimpleQueue()
             thread = threading.Thread(target=self._on_ready, args=(waiting,), name=f"symcomm-{self.name}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
+            self._waiting[tag] = waiting
         return waiting
 
     def _begin(self, moves: Sequence[Move]) -> list[Any]:
