@@ -41,11 +41,6 @@ class Executor(ABC):
     def execute(self, request: Request, async_op: Any, timeout: Timeout) -> Any:
         """Run the request; with ``async_op``, while the caller goes on."""
 
-    def queue_seen(self, call: str, number: int, detail: Any, source: Any, target: Any) -> Any:
-        """Queue a call of a kind that ran before, without checking it in Python. Returns its work, or None where it
-        has to be checked. ``detail``: as the dispatch cache knows the call, or an options object of torch's."""
-        return None
-
     @abstractmethod
     def refuse(self, error: Exception) -> None:
         """Take the next operation's number, and tell the others that this rank makes no call, and why."""
@@ -124,11 +119,14 @@ def gather_of(
     return Request("all_gather_single", [source], [out], [], sizes, dtype, call=call)
 
 
-class LocalExecutor(HostExecutor):
-    """For ranks that share memory. ``stage``: where this rank's staging area begins in its arena."""
+class LocalExecutor(native.SeenCalls, HostExecutor):
+    """For ranks that share memory. ``stage``: where this rank's staging area begins in its arena.
+
+    The core makes calls of a kind seen before (``call_seen``)."""
 
     def __init__(self, state: GroupState, limits: Limits, stage: int):
-        super().__init__(state)
+        HostExecutor.__init__(self, state)
+        self._bind(state.handle, state, Work, state.arena.flight.site)
         self.limits, self._stage = limits, stage
         self._reserved = 0  # bytes of each half of the staging area
 
@@ -288,24 +286,6 @@ class LocalExecutor(HostExecutor):
         except BaseException:
             self.state.handle.abort()  # an interrupt: the operation may have been submitted, or not
             raise
-
-    def queue_seen(self, call: str, number: int, detail: Any, source: Any, target: Any) -> Work | None:
-        state = self.state
-        if state.failure is not None:
-            return None
-        site = call_site(2)
-        handle, where = state.handle, state.arena.flight.site(site)
-        queue = handle.submit_cached if detail is None or isinstance(detail, int) else handle.submit_cached_options
-        try:
-            work = queue(
-                Work, self.pending, state, state.whole(), call, site, where, number, detail, source, target
-            )  # fmt: skip
-        except OSError as error:
-            raise errors.no_thread("asynchronous operations", error) from None
-        except BaseException:
-            state.handle.abort()  # an interrupt: the operation may have been queued, or not
-            raise
-        return None if isinstance(work, int) else work
 
     def _refresh_copies(self, copies: Sequence[Buffer]) -> None:
         """Copy tensors again that pending operations write, once those have ended."""

@@ -44,27 +44,6 @@ _ALL_GATHER_SINGLE, _ALL_GATHER = numbers_of("all_gather_single", "all_gather")
 _GATHER, _GATHER_SINGLE, _SCATTER = numbers_of("gather", "gather_single", "scatter")
 [_ALL_TO_ALL_SINGLE] = numbers_of("all_to_all_single")
 
-# For each function that makes a request: the call's number in the dispatch cache, and a function that picks
-# (root or operation, input, output) out of the arguments.
-_KNOWN_BY: dict[Any, tuple[int, Callable[..., tuple[Any, Any, Any]]]] = {
-    request.all_reduce: (_ALL_REDUCE, lambda tensor, op: (plain_op(op), tensor, tensor)),
-    request.reduce: (_REDUCE, lambda tensor, root, op: (rooted(root, plain_op(op)), tensor, tensor)),
-    request.reduce_scatter_single: (_REDUCE_SCATTER_SINGLE, lambda output, input, op: (plain_op(op), input, output)),
-    request.reduce_scatter: (_REDUCE_SCATTER, lambda output, inputs, op: (plain_op(op), inputs, output)),
-    request.broadcast: (_BROADCAST, lambda tensor, root: (root, tensor, tensor)),
-    request.all_gather_single: (_ALL_GATHER_SINGLE, lambda output, input: (0, input, output)),
-    request.all_gather: (_ALL_GATHER, lambda outputs, input: (0, input, outputs)),
-    request.gather: (_GATHER, lambda outputs, input, root: (root, input, outputs)),
-    request.gather_single: (_GATHER_SINGLE, lambda output, input, root: (root, input, output)),
-    request.scatter: (_SCATTER, lambda output, inputs, root: (root, inputs, output)),
-    request.scatter_single: (_SCATTER, lambda output, input, root: (root, input, output)),
-    request.all_to_all_single: (
-        _ALL_TO_ALL_SINGLE,
-        lambda output, input, out_splits, in_splits, _: (0 if out_splits is in_splits is None else None, input, output),
-    ),
-    request.barrier: (_BARRIER, lambda: (0, None, None)),
-}
-
 
 class Messenger(Protocol):
     """A group's messages."""
@@ -89,27 +68,22 @@ class GroupCalls:
     state: GroupState
     executor: Executor
     views: Views = HOST_VIEWS
-    # (call, root or op, input, output) -> 0, a failure, or -1: the core knows no such call
-    _run_cached: Callable[..., int] = native.run_uncached
+    # (call, root or op, input, output, async_op, name) -> 0 or a work; a failure; or -1: the core knows no such call
+    _call_seen: Callable[..., Any] = native.call_unseen
 
     @property
     @abstractmethod
     def messages(self) -> Messenger: ...
 
     def _go_on(
-        self, status: int, ask: Callable[..., Request], args: tuple[Any, ...], async_op: Any, timeout: Timeout
+        self, status: Any, ask: Callable[..., Request], args: tuple[Any, ...], async_op: Any, timeout: Timeout
     ) -> Any:
-        """Finish a call that the core did not: say how it failed there (``status`` above 0), or make it here. ``ask``
-        makes a request of the arguments."""
+        """Finish a call after the core: hand over its work, say how it failed there (``status`` above 0), or make it
+        here. ``ask`` makes a request of the arguments."""
+        if type(status) is not int:
+            return status
         if status > 0:
             raise self.state.fail_with_status(status, ask.__name__, call_site(2), None)
-        if async_op is True and timeout is None and (known := _KNOWN_BY.get(ask)) is not None:
-            number, describe = known
-            detail, source, target = describe(*args)
-            if detail is not None:
-                work = self.executor.queue_seen(ask.__name__, number, detail, source, target)
-                if work is not None:
-                    return work
         with Refusals(self):
             return self.executor.execute(ask(self, *args), async_op, timeout)
 
@@ -124,10 +98,11 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_ALL_REDUCE, op, tensor, tensor)
-            if status and type(op) is not RedOpType:
-                status = self._run_cached(_ALL_REDUCE, op := plain_op(op), tensor, tensor)
+        if timeout is None:
+            status = self._call_seen(_ALL_REDUCE, op, tensor, tensor, async_op, "all_reduce")
+            if type(op) is not RedOpType and status == -1:
+                op = plain_op(op)
+                status = self._call_seen(_ALL_REDUCE, op, tensor, tensor, async_op, "all_reduce")
         return self._go_on(status, request.all_reduce, (tensor, op), async_op, timeout) if status else None
 
     def reduce(self, tensor: Any, root: int = 0, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -136,11 +111,11 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         detail = root << 8 | op if type(root) is int and type(op) is RedOpType else None  # rooted(), inlined
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_REDUCE, detail, tensor, tensor)
-            if status and type(op) is not RedOpType:
+        if timeout is None:
+            status = self._call_seen(_REDUCE, detail, tensor, tensor, async_op, "reduce")
+            if type(op) is not RedOpType and status == -1:
                 op = plain_op(op)
-                status = self._run_cached(_REDUCE, rooted(root, op), tensor, tensor)
+                status = self._call_seen(_REDUCE, rooted(root, op), tensor, tensor, async_op, "reduce")
         return self._go_on(status, request.reduce, (tensor, root, op), async_op, timeout) if status else None
 
     def reduce_scatter_single(
@@ -150,10 +125,11 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_REDUCE_SCATTER_SINGLE, op, input, output)
-            if status and type(op) is not RedOpType:
-                status = self._run_cached(_REDUCE_SCATTER_SINGLE, op := plain_op(op), input, output)
+        if timeout is None:
+            status = self._call_seen(_REDUCE_SCATTER_SINGLE, op, input, output, async_op, "reduce_scatter_single")
+            if type(op) is not RedOpType and status == -1:
+                op = plain_op(op)
+                status = self._call_seen(_REDUCE_SCATTER_SINGLE, op, input, output, async_op, "reduce_scatter_single")
         return (
             self._go_on(status, request.reduce_scatter_single, (output, input, op), async_op, timeout)
             if status
@@ -167,10 +143,11 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_REDUCE_SCATTER, op, inputs, output)
-            if status and type(op) is not RedOpType:
-                status = self._run_cached(_REDUCE_SCATTER, op := plain_op(op), inputs, output)
+        if timeout is None:
+            status = self._call_seen(_REDUCE_SCATTER, op, inputs, output, async_op, "reduce_scatter")
+            if type(op) is not RedOpType and status == -1:
+                op = plain_op(op)
+                status = self._call_seen(_REDUCE_SCATTER, op, inputs, output, async_op, "reduce_scatter")
         return self._go_on(status, request.reduce_scatter, (output, inputs, op), async_op, timeout) if status else None
 
     # --- copies -----------------------------------------------------------------------------------------------
@@ -180,8 +157,8 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_BROADCAST, root, tensor, tensor)
+        if timeout is None:
+            status = self._call_seen(_BROADCAST, root, tensor, tensor, async_op, "broadcast")
         return self._go_on(status, request.broadcast, (tensor, root), async_op, timeout) if status else None
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -189,8 +166,8 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_ALL_GATHER_SINGLE, 0, input, output)
+        if timeout is None:
+            status = self._call_seen(_ALL_GATHER_SINGLE, 0, input, output, async_op, "all_gather_single")
         return self._go_on(status, request.all_gather_single, (output, input), async_op, timeout) if status else None
 
     def all_gather(self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -198,8 +175,8 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_ALL_GATHER, 0, input, outputs)
+        if timeout is None:
+            status = self._call_seen(_ALL_GATHER, 0, input, outputs, async_op, "all_gather")
         return self._go_on(status, request.all_gather, (outputs, input), async_op, timeout) if status else None
 
     def gather(
@@ -209,8 +186,8 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_GATHER, root, input, outputs)
+        if timeout is None:
+            status = self._call_seen(_GATHER, root, input, outputs, async_op, "gather")
         return self._go_on(status, request.gather, (outputs, input, root), async_op, timeout) if status else None
 
     def gather_single(
@@ -220,8 +197,8 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_GATHER_SINGLE, root, input, output)
+        if timeout is None:
+            status = self._call_seen(_GATHER_SINGLE, root, input, output, async_op, "gather_single")
         return self._go_on(status, request.gather_single, (output, input, root), async_op, timeout) if status else None
 
     def scatter(
@@ -231,8 +208,8 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_SCATTER, root, inputs, output)
+        if timeout is None:
+            status = self._call_seen(_SCATTER, root, inputs, output, async_op, "scatter")
         return self._go_on(status, request.scatter, (output, inputs, root), async_op, timeout) if status else None
 
     def scatter_single(
@@ -242,8 +219,8 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_SCATTER, root, input, output)
+        if timeout is None:
+            status = self._call_seen(_SCATTER, root, input, output, async_op, "scatter_single")
         return self._go_on(status, request.scatter_single, (output, input, root), async_op, timeout) if status else None
 
     # --- all to all -------------------------------------------------------------------------------------------
@@ -258,8 +235,8 @@ class GroupCalls:
 
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if output_splits is None and input_splits is None and async_op is False and timeout is None:
-            status = self._run_cached(_ALL_TO_ALL_SINGLE, 0, input, output)
+        if output_splits is None and input_splits is None and timeout is None:
+            status = self._call_seen(_ALL_TO_ALL_SINGLE, 0, input, output, async_op, "all_to_all_single")
         if not status:
             return None
         args = (output, input, output_splits, input_splits, partial(self.executor.agree, bool(async_op), timeout))
@@ -341,8 +318,8 @@ class GroupCalls:
 
         Raises: CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
-        if async_op is False and timeout is None:
-            status = self._run_cached(_BARRIER, 0, None, None)
+        if timeout is None:
+            status = self._call_seen(_BARRIER, 0, None, None, async_op, "barrier")
         return self._go_on(status, request.barrier, (), async_op, timeout) if status else None
 
     def all_gather_bytes(self, item: bytes, timeout: Timeout = None) -> list[bytes]:

@@ -54,13 +54,21 @@ def call_site(depth: int = 1) -> Site:
     frame: Any = sys._getframe(depth)
     while frame is not None:
         file = frame.f_code.co_filename
-        inner = _is_inner.get(file)
-        if inner is None:
-            inner = _is_inner[file] = file.startswith(_inner_folders())
-        if not inner:
+        if not is_inner(file):
             return file, frame.f_lineno
         frame = frame.f_back
     return "?", 0
+
+
+def is_inner(file: str) -> bool:
+    """Whether calls in this file are made on behalf of its caller."""
+    inner = _is_inner.get(file)
+    if inner is None:
+        inner = _is_inner[file] = file.startswith(_inner_folders())
+    return inner
+
+
+native.use_inner_files(is_inner)  # the core looks for places as call_site() does
 
 
 def format_site(site: Site) -> str:

@@ -131,11 +131,11 @@ class LocalGroup(ProcessGroup):
             operations=self._operations,
             timeout_ns=self.timeout_ns,
         )
-        self._run_cached = self.handle.run_cached
         state = self.state
         state.handle = state.mailbox = self.handle
         state.peers = self.peers
         self._own(LocalExecutor(state, self.plan_limits, part.offset + part.stage), LocalMessages(state))
+        self._call_seen = self.executor.call_seen
         self.handle.keep((self.arena, *self.peers))
         _living.add(self)
         self._retire = weakref.finalize(self, retire, self.handle, self.arena, part.offset, self.exposed)

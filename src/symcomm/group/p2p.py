@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from symcomm.types import DType
 __all__ = ["ANY_SOURCE", "LocalMessages", "Message", "MessageWork", "Messages", "wait_in_thread"]
 
 STATUS_SIZE = native.STATUS_SIZE
+AT_ONCE = 1  # ns: a wait that ends before it has begun
 
 
 @dataclass
@@ -73,9 +73,12 @@ class AnyMessageWork(Outcome):
 
     wait: Callable[..., bool]
 
+    message: Message
+    _group_name: str
+    _error: BaseException | None
+
     def __init__(self, message: Message, group_name: str):
-        self.message, self._group_name = message, group_name
-        self._error: BaseException | None = None
+        self.message, self._group_name, self._error = message, group_name, None
 
     @property
     def what(self) -> str:
@@ -104,37 +107,46 @@ class AnyMessageWork(Outcome):
         wait_in_thread(self, callback)
 
 
-class MessageWork(AnyMessageWork):
-    """A send or receive in flight."""
+class MessageWork(native.MessageRequest, AnyMessageWork):
+    """A send or receive in flight. The core knows whose it is and what it holds until it has ended.
+
+    ``buffer``: of its tensor; None: the core viewed that itself."""
+
+    __slots__ = ()
 
     def __init__(self, state: GroupState, message: Message, buffer: Buffer, site: Site):
-        super().__init__(message, state.name)
-        self._state = state
-        self._group: Any = state.whole()  # held until the message has ended: the caller may not hold the group
-        self.op: Any = None  # None until it is posted; for good if an interrupt came first
-        self.buffer = buffer
-        self._site = site
-        self.started = time.monotonic()
-        self.outcome: tuple[int, int, int, int] | None = None
-        self.kept_in: dict[int, MessageWork] = {}  # what holds this work while the core uses its tensor
+        super().__init__(state, state.whole(), message.is_send, message.tensor, message.peer, message.tag, site)
+        if buffer.owner is not message.tensor:
+            self._buffer = buffer
+
+    @property
+    def message(self) -> Message:  # type: ignore[override]
+        return Message(self.is_send, self.tensor, self.peer, self.tag)
+
+    @property
+    def _group_name(self) -> str:  # type: ignore[override]
+        return self._state.name
+
+    @property
+    def buffer(self) -> Buffer:
+        view = read_buffer if self.is_send else write_buffer
+        return self._buffer or view("send" if self.is_send else "recv", "tensor", self.tensor)
 
     def settle(self, outcome: tuple[int, int, int, int]) -> None:
-        self._over(outcome)
-        self._group = None
         status, peer, got, dtype = outcome
         if status == STATUS_SIZE:
             self._error = self.misfit(peer, got, dtype, self.buffer)
         elif status:
-            seconds = time.monotonic() - self.started
-            self._error = self._state.fail_with_status(status, self.what, self._site, seconds)
-        elif not self.message.is_send:
-            self.buffer.finish()
+            self._error = self._state.fail_with_status(status, self.what, self._site, self.age)
+        elif self._buffer is not None and not self.is_send:
+            self._buffer.finish()
+        self._end(outcome)
 
-    def wait(self, timeout: Timeout = None) -> bool:
-        """Block until the message has left (send) or arrived (receive)."""
+    def _wait(self, timeout: Timeout) -> bool:
+        """``wait(timeout)``, where its end needs more than the core, or the wait has a time of its own."""
         if self.outcome is None:
             given = self._state.timeout_ns if not timeout else to_ns("wait", timeout)
-            self._conclude(native.p2p_wait(self.op, given, True), given)
+            self._conclude(self._await(given, True), given)
         if self._error is not None:
             raise self._error
         return True
@@ -145,42 +157,38 @@ class MessageWork(AnyMessageWork):
         assert self._error is not None
         return self._error
 
-    def _over(self, outcome: tuple[int, int, int, int]) -> None:
-        self.outcome = outcome
-        self.kept_in.pop(id(self), None)
-
     def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
         """A wait of ``given_ns`` has ended. After a time-out that withdrew the message the group stays usable."""
         if outcome[0] != Status.TIMEOUT or self._state.handle.report()["status"]:
             self.settle(outcome)
             return
-        self._over(outcome)
-        peer = self.message.peer
-        awaited = [] if peer == ANY_SOURCE else [peer]
-        self._error = self._late(given_ns / 1e9, awaited, format_standoff(self._state, peer))
+        awaited = [] if self.peer == ANY_SOURCE else [self.peer]
+        self._error = self._late(given_ns / 1e9, awaited, format_standoff(self._state, self.peer))
+        self._end(outcome)
 
     def is_completed(self) -> bool:
-        if self.outcome is None and self.op is None:
-            return False
         if self.outcome is None:
-            outcome = native.p2p_wait(self.op, LOOK, False)
+            if not self.is_posted:
+                return False  # an interrupt came first
+            outcome = self._await(LOOK, False)
             if outcome[0] == Status.TIMEOUT:
                 return False
             self.settle(outcome)
         return True
 
-    def hold(self) -> bool:
-        """Keep messages from matching this receive until ``resume()``. False: one has matched it already."""
-        return native.p2p_hold(self.op)
-
-    def resume(self) -> None:
-        native.p2p_resume(self.op)
+    def withdraw(self) -> None:
+        """A message that is only half here is lost, as any that is given up."""
+        outcome = self._await(AT_ONCE, True)
+        if outcome[0] == Status.TIMEOUT:
+            self._end(outcome)
+        else:
+            self.settle(outcome)
 
     def fill(self, status: Status = Status.OK) -> bool:
         """End a receive that is held: its message came another way, or it was given up. False: it is not held."""
-        filled = native.p2p_fill(self.op, status)
+        filled = self._fill(status)
         if filled:
-            self._over((Status.TIMEOUT, ANY_SOURCE, 0, 0))
+            self._end((Status.TIMEOUT, ANY_SOURCE, 0, 0))
         return filled
 
     @property
@@ -258,44 +266,41 @@ class Messages(ABC):
         return
 
 
-class LocalMessages(Messages):
-    """The messages of ranks that share memory."""
+class LocalMessages(native.SeenMessages, Messages):
+    """The messages of ranks that share memory. The core starts those of plain tensors (``isend``, ``irecv``)."""
 
     def __init__(self, state: GroupState):
-        super().__init__(state)
-        self._in_flight: dict[int, MessageWork] = {}
+        Messages.__init__(self, state)
+        self._in_flight: set[MessageWork] = set()
         self._sweep_at = 16  # messages in flight
         self._keep_lock = threading.Lock()
+        self._bind(state.handle, state, MessageWork, state.arena.flight.site)
+
+    def _start(self, is_send: bool, tensor: Any, peer: int, tag: int) -> MessageWork:
+        return self.post(Message(is_send, tensor, peer, tag), "isend" if is_send else "irecv", True)
 
     def post(self, message: Message, call: str, background: bool) -> MessageWork:
         buffer, site = self.view(message, call), call_site(3)
         state, work = self.state, MessageWork(self.state, message, buffer, site)
         if background:  # the core uses the tensor whether or not the caller keeps the work, or ever gets it
             self._keep(work)
+        number = state.arena.flight.site(site)
         try:
-            work.op = state.handle.post(
-                message.is_send,
-                message.peer,
-                message.tag,
-                buffer.dtype,
-                buffer.address,
-                buffer.nbytes,
-                background,
-                state.arena.flight.site(site),
-                buffer.written,
-            )
+            work._post(
+                state.handle, buffer.dtype, buffer.address, buffer.nbytes, background, number, buffer.written
+            )  # fmt: skip
         except OSError as error:
-            self._in_flight.pop(id(work), None)
+            self._in_flight.discard(work)
             raise errors.no_thread("messages that nobody waits for", error) from None
         return work
 
     def _keep(self, work: MessageWork) -> None:
-        work.kept_in = self._in_flight
-        self._in_flight[id(work)] = work
+        work._kept_in = self._in_flight
+        self._in_flight.add(work)
         if len(self._in_flight) < self._sweep_at or not self._keep_lock.acquire(blocking=False):
             return  # or another thread sweeps; perhaps this very one, interrupted by a signal handler
         try:
-            for earlier in list(self._in_flight.values()):
+            for earlier in list(self._in_flight):
                 earlier.is_completed()
             self._sweep_at = 2 * len(self._in_flight) + 16  # so that a new one does not cost a look at all in flight
         finally:

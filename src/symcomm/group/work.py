@@ -158,11 +158,8 @@ class Work(native.Request, Outcome):
         self.settle(status)
         return True
 
-    def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Block until done; returns True, or raises what the operation failed with. If ``timeout`` passes first, it and
-        the group fail with a DeadlineError on every rank that has not done it, as at the call's own time-out."""
-        if not timeout and self._finish():
-            return True
+    def _wait(self, timeout: Timeout) -> bool:
+        """``wait(timeout)``, where its end needs more than the core, or the wait has a time of its own."""
         given = to_ns("wait", timeout) if timeout else None
         if not self.wait_until(given and time.monotonic_ns() + given):
             self._give_up((given or 0) / 1e9)

@@ -22,7 +22,6 @@ from symcomm.hierarchical.operation import LATE_BYTES
 ARRIVING = 10.0  # seconds beyond its deadline, at least, for a message in flight: to give it up ends the group
 SLICE = 0.002  # seconds between looks at the host's mailbox, for receives from any source
 SOON = 0.05  # seconds between checks for ranks that are gone
-AT_ONCE = 1  # ns: the time-out of a wait that must not wait
 
 
 class Matcher(Protocol):
@@ -196,7 +195,7 @@ class LocalWork(AnyMessageWork):
             group.failures.late(None, group.timeout, [peer])
         else:
             group.failures.await_verdict()
-        return group.state.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._work.started)
+        return group.state.fail_operation(f"{self.what} on group {group.name!r}", self._work.age)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -274,8 +273,4 @@ class AnySourceWork(RemoteWork):
         if self._here.hold():
             self._here.fill(Status.TIMEOUT)
             return
-        outcome = native.p2p_wait(self._here.op, AT_ONCE, True)
-        if outcome[0] == Status.TIMEOUT:
-            self._here.outcome = outcome
-        else:
-            self._here.settle(outcome)
+        self._here.withdraw()

@@ -241,8 +241,8 @@ class Calls:
     def _queue(self, number: int, detail: Any, source: Any, target: Any) -> Any:
         """Have the core queue an asynchronous call. Returns None as _run_seen does."""
         core, name = self.core, CACHED[number].name
-        inner = core.executor.queue_seen(name, number, detail, source, target)
-        if inner is None:
+        inner = core.executor.call_seen(number, detail, source, target, True, name)
+        if inner == -1:
             return None
         work = QueuedWork(inner, core.state.timeout_ns, self._before)
         if versions.ACCEPTS_IN_FLIGHT_INPUTS():

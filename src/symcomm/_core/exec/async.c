@@ -125,12 +125,7 @@ static void perform(struct worker *w, struct request *r) {
 /* Until it is signalled, or for so long. With the lock held. */
 static void sleep_until(struct worker *w, int64_t at) {
     w->wakes_at = at;
-    if (at == NEVER) {
-        pthread_cond_wait(&w->changed, &w->lock);
-    } else {
-        struct timespec until = {.tv_sec = at / 1000000000, .tv_nsec = at % 1000000000};
-        pthread_cond_timedwait(&w->changed, &w->lock, &until);
-    }
+    thread_wait_until(&w->changed, &w->lock, at);
     w->wakes_at = 0;
 }
 
@@ -194,11 +189,7 @@ static struct worker *start(struct group *g) {
     if (w == NULL) return NULL;
     w->group = g;
     pthread_mutex_init(&w->lock, NULL);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&w->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    thread_prepare_timed(&w->changed);
     if (thread_start(&w->thread, "symcomm-async", THREAD_STACK_PYTHON, work, w) == 0) return g->worker = w;
     free_worker(w);
     return NULL;

@@ -201,9 +201,7 @@ static inline __attribute__((always_inline)) int64_t run_cached_plan(struct grou
     return status;
 }
 
-static PyObject *run_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    if (n_args != 4) return PyErr_Format(PyExc_TypeError, "run_cached takes 4 arguments");
-    struct group *g = group_of(self);
+PyObject *dispatch_cache_run(struct group *g, PyObject *const *args) {
     if (g->dispatch_cache == NULL) return PyLong_FromLong(-1);
     int64_t status = -1;
     struct call_key k;
@@ -214,8 +212,13 @@ static PyObject *run_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_
     return PyLong_FromLongLong(status);
 }
 
+static PyObject *run_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    if (expect_arguments(n_args, 4, "run_cached") < 0) return NULL;
+    return dispatch_cache_run(group_of(self), args);
+}
+
 /* For groups that have no cache: their calls are never known. */
-static PyObject *run_uncached(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(n)) {
+static PyObject *call_unseen(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(n)) {
     return PyLong_FromLong(-1);
 }
 
@@ -235,64 +238,48 @@ static PyObject *run_cached_options(PyObject *self, PyObject *const *args, Py_ss
     return PyLong_FromLongLong(status);
 }
 
-/* What submit_cached() and submit_cached_options() are told. */
-enum { ASKED_TYPE, ASKED_PENDING, ASKED_STATE, ASKED_GROUP, ASKED_CALL, ASKED_SITE, ASKED_SITE_NUMBER, ASKED_WHAT };
-#define ASKED_ARGUMENTS (ASKED_WHAT + 4)
-
-/* Queues a call, as run_cached_plan() runs one. A native.Request of the given type, which keeps what the call needs. */
-static PyObject *submit_cached_plan(struct group *g, PyObject *const *args, const struct call_key *k,
-                                    const struct call_tensors *t) {
+/* Queues a call, as run_cached_plan() runs one. A native.Request that keeps what the call needs, or -1. */
+static PyObject *queue_cached_plan(struct group *g, const struct asked *a, PyObject *input, const struct call_key *k,
+                                   const struct call_tensors *t) {
     struct cached_plan *known = find_usable(g, k, t);
     if (known == NULL) return PyLong_FromLong(-1);
-    struct asked a = {args[ASKED_TYPE],  args[ASKED_PENDING], args[ASKED_STATE],
-                      args[ASKED_GROUP], args[ASKED_CALL],    args[ASKED_SITE]};
-    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[ASKED_SITE_NUMBER]), .exact_site = 1};
-    if (PyErr_Occurred()) return NULL;
+    struct origin from = {.site = a->site_number, .exact_site = 1};
     struct buffers b = {(char *const *)t->in, (char *const *)t->out, (int)k->n_in, (int)k->n_out};
     int64_t timeout = atomic_load_explicit(&g->timeout, memory_order_relaxed);
     struct request *r = async_request(g, known->plan, &b, timeout, from);
-    PyObject *in = t->inputs ? t->inputs : args[ASKED_WHAT + 2];
     /* Whatever the table forgets, and lists lose. */
-    PyObject *kept = PyTuple_Pack(3, known->capsule, in, t->written);
+    PyObject *kept = PyTuple_Pack(3, known->capsule, t->inputs ? t->inputs : input, t->written);
     PyObject *written = known->effects ? t->written : NULL;
-    PyObject *request = kept ? request_plain(&a, kept, t->written) : NULL;
+    PyObject *request = kept ? request_plain(a, kept, t->written) : NULL;
     Py_XDECREF(kept);
     if (request && request_submit(request, r, written, NULL)) {
-        request_drop_ended(a.pending);
+        request_drop_ended(a->pending);
         return request;
     }
     if (request) request_cancel(request);
     else if (r) async_release(r);
     Py_XDECREF(request);
-    return NULL;
+    if (!PyErr_ExceptionMatches(PyExc_OSError)) return NULL;
+    PyErr_Clear(); /* no thread: Python says so, if it cannot start one either */
+    return PyLong_FromLong(-1);
 }
 
-/* submit_cached(type, pending, state, group, name, site, site number, call, detail, input, output): as run_cached(),
- * but it only queues the call, as that of a native.Request of that type. */
-static PyObject *submit_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    struct group *g = group_of(self);
-    if (expect_arguments(n_args, ASKED_ARGUMENTS, "submit_cached") < 0) return NULL;
+/* Fills key and tensors from (call, detail, input, output); `detail` is as run_cached() or run_cached_options() has it.
+ * False: Python must look. */
+static bool describe_queued(const struct group *g, PyObject *const *args, struct call_key *k, struct call_tensors *t) {
+    if (PyLong_Check(args[1])) return describe_call(g, args, k, t);
+    *k = (struct call_key){.call = PyLong_AsLongLong(args[0]), .dtype = -1};
+    if (PyErr_Occurred() || args[1] == Py_None) return false;
+    return options_read(k->call, args[1], &k->detail) == OPTIONS_ASYNC && view_tensors(g, args[2], args[3], 1, k, t);
+}
+
+PyObject *dispatch_cache_queue(struct group *g, const struct asked *a, PyObject *const *args) {
     struct call_key k;
     struct call_tensors t = {.inputs = NULL};
     PyObject *request = NULL;
-    if (g->dispatch_cache && describe_call(g, args + ASKED_WHAT, &k, &t)) request = submit_cached_plan(g, args, &k, &t);
+    bool known = g->dispatch_cache && describe_queued(g, args, &k, &t);
+    if (known) request = queue_cached_plan(g, a, args[2], &k, &t);
     else if (!PyErr_Occurred()) request = PyLong_FromLong(-1);
-    release_tensors(&t);
-    return request;
-}
-
-/* submit_cached_options(..., call, options, input, output): the same, with what torch's options object says. */
-static PyObject *submit_cached_options(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    struct group *g = group_of(self);
-    if (expect_arguments(n_args, ASKED_ARGUMENTS, "submit_cached_options") < 0) return NULL;
-    PyObject *const *what = args + ASKED_WHAT;
-    struct call_key k = {.call = PyLong_AsLongLong(what[0]), .dtype = -1};
-    if (PyErr_Occurred()) return NULL;
-    int64_t status = options_read(k.call, what[1], &k.detail);
-    if (status != OPTIONS_ASYNC || g->dispatch_cache == NULL) return PyLong_FromLong(OPTIONS_SLOW);
-    struct call_tensors t;
-    PyObject *request = view_tensors(g, what[2], what[3], 1, &k, &t) ? submit_cached_plan(g, args, &k, &t)
-                                                                     : PyLong_FromLong(OPTIONS_SLOW);
     release_tensors(&t);
     return request;
 }
@@ -327,19 +314,14 @@ static PyObject *cache_plan(PyObject *self, PyObject *const *args, Py_ssize_t n_
 PyMethodDef group_dispatch_cache_methods[] = {
     METHOD(run_cached, METH_FASTCALL, "(call, detail, input, output) -> status, or -1: take the slow path"),
     METHOD(run_cached_options, METH_FASTCALL, "(call, options, input, output) -> status, or below 0: nothing was run"),
-    METHOD(submit_cached, METH_FASTCALL,
-           "(type, pending, state, group, name, site, site number, call, detail, input, output) -> a Request of that "
-           "type, or -1: take the slow path"),
-    METHOD(submit_cached_options, METH_FASTCALL,
-           "(type, pending, state, group, name, site, site number, call, options, input, output) -> a Request of that "
-           "type, or below 0: nothing was queued"),
     METHOD(cache_plan, METH_FASTCALL,
            "(call, detail, input, output, plan, site, effects) -> whether run_cached() will know it"),
     {NULL, NULL, 0, NULL},
 };
 
 static PyMethodDef functions[] = {
-    METHOD(run_uncached, METH_FASTCALL, "(call, detail, input, output) -> -1, as run_cached() of no group"),
+    METHOD(call_unseen, METH_FASTCALL,
+           "(call, detail, input, output, async_op, name) -> -1, as SeenCalls.call_seen() of no group"),
     {NULL, NULL, 0, NULL},
 };
 

@@ -230,16 +230,21 @@ static PyObject *end(PyObject *self, PyObject *Py_UNUSED(none)) {
     Py_RETURN_NONE;
 }
 
-static PyObject *finish(PyObject *self, PyObject *Py_UNUSED(none)) {
-    struct request_object *o = own(self);
-    if (!o->is_plain) Py_RETURN_FALSE;
-    if (!o->settled) {
-        wait_for_end(o->request, 0, true);
-        if (PyErr_Occurred()) return NULL;
-        if (!has_ended_well(o)) Py_RETURN_FALSE;
-        settle(o);
-    }
-    Py_RETURN_TRUE;
+/* Waits for one whose end needs no Python. False: look closer, or there is an exception. */
+static bool finish(struct request_object *o) {
+    if (!o->is_plain) return false;
+    if (o->settled) return true;
+    wait_for_end(o->request, 0, true);
+    if (PyErr_Occurred() || !has_ended_well(o)) return false;
+    settle(o);
+    return true;
+}
+
+static PyObject *py_wait(PyObject *self, PyObject *const *args, Py_ssize_t n_args, PyObject *names) {
+    PyObject *timeout;
+    if (!read_timeout(args, n_args, names, &timeout)) return NULL;
+    if (timeout == Py_None && finish(own(self))) Py_RETURN_TRUE;
+    return PyErr_Occurred() ? NULL : PyObject_CallMethod(self, "_wait", "O", timeout);
 }
 
 static PyObject *give_up(PyObject *self, PyObject *Py_UNUSED(none)) {
@@ -291,8 +296,11 @@ static PyMethodDef methods[] = {
         wait_for, METH_VARARGS,
         "(timeout_ns, runs) -> status; None when it is not done by then; -1: this thread is in the middle of what it "
         "stands behind. A negative timeout only looks."),
-    METHOD_AS(_finish, finish, METH_NOARGS,
-              "() -> True once it has ended well, and nothing is left to do; False: look closer."),
+    METHOD_AS(
+        wait, py_wait, METH_FASTCALL | METH_KEYWORDS,
+        "($self, timeout=None)\n--\n\nBlock until done. True, or the operation's exception. When ``timeout`` passes "
+        "first, the operation fails with\na DeadlineError on every rank that has not done it, and so does the "
+        "group: as if the call had had that time."),
     METHOD_AS(_end, end, METH_NOARGS, "(): it has ended, and needs nothing any more."),
     METHOD(give_up, METH_NOARGS, "() -> status, once nobody uses its tensors any more; None: it was never queued"),
     {NULL, NULL, 0, NULL},

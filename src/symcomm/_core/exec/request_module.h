@@ -2,7 +2,7 @@
 #pragma once
 
 #include "exec/async.h"
-#include "module/module.h"
+#include "module/asked.h"
 
 /* NULL with an exception set: that is no native.Request, or it was never queued. */
 struct request *request_of(PyObject *object);
@@ -10,12 +10,6 @@ struct request *request_of(PyObject *object);
  * those whose versions change. callback: called with the status when it has run, or NULL. False with an exception set.
  */
 bool request_submit(PyObject *object, struct request *r, PyObject *written, PyObject *callback);
-/* What a call of a known kind is told besides its tensors. */
-struct asked {
-    PyObject *type;    /* of what stands for it, made of native.Request */
-    PyObject *pending; /* a list, which keeps it while the core uses its tensors */
-    PyObject *state, *group, *call, *site;
-};
 /* One whose end needs no Python but to let go of `kept`, unless it fails; target: its results, a tuple, one or None. It
  * is in the list of those that are pending. NULL with an exception set. */
 PyObject *request_plain(const struct asked *a, PyObject *kept, PyObject *target);

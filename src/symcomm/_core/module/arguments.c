@@ -31,3 +31,11 @@ int expect_arguments(Py_ssize_t got, Py_ssize_t expected, const char *name) {
     PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, expected, got);
     return -1;
 }
+
+bool read_timeout(PyObject *const *args, Py_ssize_t n_args, PyObject *names, PyObject **timeout) {
+    Py_ssize_t named = names ? PyTuple_Size(names) : 0;
+    *timeout = n_args + named == 1 ? args[0] : Py_None;
+    bool known = named == 0 || PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "timeout") == 0;
+    if (n_args + named <= 1 && known) return true;
+    return PyErr_Format(PyExc_TypeError, "wait() takes one argument, timeout") != NULL;
+}

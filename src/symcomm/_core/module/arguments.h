@@ -28,3 +28,6 @@ int to_addresses(PyObject *object, char **addresses);
 
 /* 0, or -1 with an exception set. */
 int expect_arguments(Py_ssize_t got, Py_ssize_t expected, const char *name);
+
+/* The one argument of wait(timeout=None). False with an exception set. */
+bool read_timeout(PyObject *const *args, Py_ssize_t n_args, PyObject *names, PyObject **timeout);

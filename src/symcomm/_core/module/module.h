@@ -40,10 +40,10 @@ static inline void append_new(PyObject **list, PyObject *object) {
  * own. Returns 0, or -1 with an exception set. */
 /* clang-format off */
 #define SYMCOMM_PARTS(PART)                                                                                          \
-    PART(reduce) PART(convert) PART(nontemporal) PART(pack) PART(mapping) PART(life) PART(tensor) PART(cores) PART(gil) PART(group) \
-    PART(records) PART(exec) PART(request) PART(refusal) PART(report) PART(dispatch_cache) PART(options) PART(p2p) PART(signals)   \
-    PART(window) PART(stream_ops) PART(prepared) PART(store) PART(gil_watchdog) PART(whereabouts) PART(allocator)    \
-    PART(region) PART(queue) PART(board)
+    PART(reduce) PART(convert) PART(nontemporal) PART(pack) PART(mapping) PART(life) PART(tensor) PART(cores)        \
+    PART(gil) PART(call_site) PART(group) PART(records) PART(exec) PART(request) PART(seen_calls)  PART(refusal)     \
+    PART(report) PART(dispatch_cache) PART(options) PART(p2p) PART(message) PART(seen_messages) PART(signals) PART(window) PART(stream_ops)            \
+    PART(prepared) PART(store) PART(gil_watchdog) PART(whereabouts) PART(allocator) PART(region) PART(queue) PART(board)
 /* clang-format on */
 
 #define SYMCOMM_DECLARE(NAME) int symcomm_add_##NAME(PyObject *module);

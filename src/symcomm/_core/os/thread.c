@@ -29,6 +29,20 @@ int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *
     return error;
 }
 
+void thread_prepare_timed(pthread_cond_t *condition) {
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(condition, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+}
+
+void thread_wait_until(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t at) {
+    struct timespec until = {.tv_sec = at / 1000000000, .tv_nsec = at % 1000000000};
+    if (at == INT64_MAX) pthread_cond_wait(condition, lock);
+    else pthread_cond_timedwait(condition, lock, &until);
+}
+
 int thread_id(void) { return (int)syscall(SYS_gettid); }
 
 /* Whether /proc belongs to a pid namespace around this process's own: it then lists one pid for each namespace. */

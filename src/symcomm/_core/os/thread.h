@@ -16,6 +16,12 @@
 /* name: at most 15 characters, for ps, top and debuggers. 0, or an errno: no thread was started. */
 int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *(*run)(void *), void *argument);
 
+/* Makes a condition whose timed waits end by CLOCK_MONOTONIC, as all times of ours. */
+void thread_prepare_timed(pthread_cond_t *condition);
+/* Waits for it, until `at` (ns; INT64_MAX: for as long as it takes), with the lock held, which it gives up meanwhile.
+ */
+void thread_wait_until(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t at);
+
 /* The kernel's number of this thread. */
 int thread_id(void);
 /* The inode of this process's pid namespace; 0 when /proc is not there, or belongs to another one. */

@@ -40,13 +40,27 @@ struct p2p {
     uint64_t posted[2];     /* receives and sends so far */
     uint64_t guard;         /* word, see exec/cma.h; 0: none was needed yet */
     _Atomic int background; /* unfinished operations that nobody may be waiting for */
-    pthread_t thread;       /* drives those */
+    _Atomic int lengthy;    /* of these, those that are not short */
+    pthread_t thread;       /* drives those that nobody has come for */
     pthread_cond_t needed;  /* there is one */
     bool thread_runs;
-    int over;             /* STATUS_OK, or what the group failed with: nothing begins any more */
-    _Atomic bool closing; /* no thread begins, and the one that runs is to end */
-    bool closed;          /* the channels belong to others: the rank has left, or this is a child's copy */
+    int64_t wakes_at;       /* when the thread looks by itself; NEVER_DUE: when it is signalled; 0: it is awake */
+    uint64_t queued, seen;  /* such operations so far; and when the thread last found nothing to do */
+    _Atomic int impatience; /* how many must be waited for soon before the next one is left to its caller */
+    int over;               /* STATUS_OK, or what the group failed with: nothing begins any more */
+    _Atomic bool closing;   /* no thread begins, and the one that runs is to end */
+    bool closed;            /* the channels belong to others: the rank has left, or this is a child's copy */
 };
+
+/* The thread of messages that nobody waits for: p2p/background.c. With the lock of struct p2p held, but for the two of
+ * its end and of a wait. */
+void p2p_prepare_background(struct p2p *m);
+bool p2p_start_background(struct p2p *m);
+void p2p_end_background(const struct visit *v, struct p2p *m);
+/* op, just posted, is not done. */
+void p2p_leave_to_background(struct p2p *m, struct op *op);
+/* Somebody waits for op, and drives it. */
+void p2p_take_from_background(struct op *op);
 
 /* All with the lock of struct p2p held. */
 void p2p_record(struct group *g, struct op *op);

@@ -15,6 +15,7 @@
 #include "sync/wait.h"
 
 #define SPINS_A_DRIVE 8
+#define FEW_MESSAGES 8         /* short ones, which a short one may find on its way without becoming long itself */
 #define DEADLOCK_NS 1000000000 /* before a deadlock is reported: a thread that is about to send would have done so */
 
 /* --- waiting ---------------------------------------------------------------------------------------------------- */
@@ -245,6 +246,7 @@ void p2p_let_all_go(const struct visit *v) {
 int p2p_wait(struct op *op, int64_t timeout, bool withdraw_it) {
     struct visit visit;
     if (!visit_begin(&visit, op->p2p->group)) return give_up(&visit, op, STATUS_LEFT, timeout >= 0);
+    if (timeout >= 0) p2p_take_from_background(op);
     int status = wait_for(&visit, op, timeout, withdraw_it);
     if (status != STATUS_OK && (timeout >= 0 || status != STATUS_TIMEOUT)) p2p_let_all_go(&visit);
     visit_end(&visit);
@@ -285,59 +287,8 @@ bool p2p_fill(struct op *op, int status) {
 }
 
 bool p2p_is_short(const struct group *g, uint64_t nbytes) {
-    return nbytes <= SHORT_BYTES && atomic_load_explicit(&g->p2p->background, memory_order_relaxed) == 0;
-}
-
-/* Whether there may be something to move that nobody waits for, even the rest of a message that is discarded. */
-static bool is_needed(const struct p2p *m) {
-    for (int r = 0; r < m->group->world; r++)
-        if (m->in[r].reading) return true;
-    return m->background > 0;
-}
-
-static void sleep_until_needed(struct p2p *m) {
-    pthread_mutex_lock(&m->lock);
-    while (!is_needed(m) && !m->closing) pthread_cond_wait(&m->needed, &m->lock);
-    pthread_mutex_unlock(&m->lock);
-}
-
-/* Moves what can be moved, then sleeps for a slice or until a bell rings. `last`: when there last was something to
- * drive. True: that was long ago, and it did not sleep. */
-static bool drive_in_background(const struct visit *v, struct p2p *m, int64_t *last) {
-    struct control *me = block_of(v, v->group->rank);
-    uint32_t seen = atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
-    atomic_fetch_add(&me->p2p_sleepers, 1);
-    atomic_thread_fence(memory_order_seq_cst);
-    pthread_mutex_lock(&m->lock);
-    while (!m->closing && p2p_progress(v, m, false)) {}
-    bool needed = is_needed(m);
-    pthread_mutex_unlock(&m->lock);
-    int64_t now = symcomm_now_ns();
-    if (needed) *last = now;
-    bool long_idle = now - *last >= SLICE_NS;
-    if (!long_idle) futex_wait(&me->p2p_doorbell, seen, SLICE_NS);
-    atomic_fetch_sub(&me->p2p_sleepers, 1);
-    return long_idle;
-}
-
-/* Drives operations that nobody waits for. Some time after the last of them it stops listening to bells: each would
- * cost the sender of a blocking message a call of the kernel, and wake this thread for nothing. It ends when the group
- * is left. */
-static void *background(void *argument) {
-    struct p2p *m = argument;
-    struct visit visit;
-    int64_t last = symcomm_now_ns();
-    while (!m->closing && visit_begin(&visit, m->group)) {
-        bool long_idle = drive_in_background(&visit, m, &last);
-        visit_end(&visit);
-        if (long_idle) sleep_until_needed(m), last = symcomm_now_ns();
-    }
-    return NULL;
-}
-
-static bool start_background(struct p2p *m) {
-    m->thread_runs = thread_start(&m->thread, "symcomm-p2p", THREAD_STACK, background, m) == 0;
-    return m->thread_runs;
+    return nbytes <= SHORT_BYTES && atomic_load_explicit(&g->p2p->lengthy, memory_order_relaxed) == 0 &&
+           atomic_load_explicit(&g->p2p->background, memory_order_relaxed) <= FEW_MESSAGES;
 }
 
 /* --- life cycle ------------------------------------------------------------------------------------------------- */
@@ -353,7 +304,7 @@ int p2p_open(struct group *g, char *const *channels) {
     }
     m->group = g;
     pthread_mutex_init(&m->lock, NULL);
-    pthread_cond_init(&m->needed, NULL);
+    p2p_prepare_background(m);
     for (int r = 0; r < g->world; r++) {
         m->out[r].channel = (struct channel *)channels[g->rank] + r;
         m->in[r].channel = (struct channel *)channels[r] + g->rank;
@@ -362,25 +313,11 @@ int p2p_open(struct group *g, char *const *channels) {
     return 0;
 }
 
-static void end_background(const struct visit *v, struct p2p *m) {
-    struct control *me = block_of(v, v->group->rank);
-    pthread_mutex_lock(&m->lock);
-    bool runs = m->thread_runs;
-    m->thread_runs = false;
-    atomic_store(&m->closing, true);
-    pthread_cond_signal(&m->needed);
-    pthread_mutex_unlock(&m->lock);
-    if (!runs) return;
-    atomic_fetch_add(&me->p2p_doorbell, 1);
-    futex_wake(&me->p2p_doorbell, INT32_MAX);
-    pthread_join(m->thread, NULL);
-}
-
 void p2p_close(const struct visit *v) {
     struct group *g = v->group;
     struct p2p *m = g->p2p;
     if (m == NULL) return;
-    end_background(v, m);
+    p2p_end_background(v, m);
     pthread_mutex_lock(&m->lock);
     for (int r = 0; r < g->world && !m->closed; r++) { /* callers may use the tensors of messages on their way again */
         if (m->out[r].tickets) take_back(&m->out[r], m->out[r].tickets);
@@ -393,7 +330,7 @@ void p2p_close(const struct visit *v) {
 void p2p_forked(struct group *g) {
     if (g->p2p == NULL) return;
     pthread_mutex_init(&g->p2p->lock, NULL);
-    pthread_cond_init(&g->p2p->needed, NULL);
+    p2p_prepare_background(g->p2p);
     g->p2p->closed = true, g->p2p->thread_runs = false;
     g->p2p->guard = 0; /* the child's memory does not have it */
     g->p2p = NULL;     /* operations on their way keep the struct */
@@ -413,12 +350,16 @@ static bool queue(const struct visit *v, struct p2p *m, struct op *op, bool *don
         pthread_mutex_unlock(&m->lock);
         return *done = true;
     }
-    if (op->background && !m->thread_runs && !m->closing && !start_background(m)) {
+    if (op->background && !m->thread_runs && !m->closing && !p2p_start_background(m)) {
         pthread_mutex_unlock(&m->lock);
         return false;
     }
     p2p_record(m->group, op);
-    if (op->background) m->background++;
+    if (op->background) {
+        m->background++;
+        m->queued++;
+        if (op->nbytes > SHORT_BYTES) m->lengthy++;
+    }
     if (op->is_send) {
         struct outgoing *o = &m->out[op->peer];
         if (o->last) o->last->next = op;
@@ -431,7 +372,7 @@ static bool queue(const struct visit *v, struct p2p *m, struct op *op, bool *don
     }
     progress(v, m, op);
     *done = op->state == OP_DONE;
-    if (op->background && !*done) pthread_cond_signal(&m->needed);
+    if (op->background && !*done) p2p_leave_to_background(m, op);
     pthread_mutex_unlock(&m->lock);
     return true;
 }
@@ -442,17 +383,18 @@ static struct op *make_op(struct group *g, const struct op *wanted) {
     if (op == NULL) return NULL;
     *op = *wanted;
     op->p2p = g->p2p;
+    op->due = NEVER_DUE;
     atomic_store(&op->references, 2); /* the caller's, and that of the queue it stands in */
     return op;
 }
 
-struct op *p2p_post(struct group *g, const struct op *wanted) {
+struct op *p2p_post(struct group *g, const struct op *wanted, bool *done) {
     struct visit visit;
     struct op *op = make_op(g, wanted);
+    *done = false;
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
-    bool done = false;
-    if (!queue(&visit, g->p2p, op, &done)) free(op), op = NULL, errno = EAGAIN;
+    if (!queue(&visit, g->p2p, op, done)) free(op), op = NULL, errno = EAGAIN;
     visit_end(&visit);
     return op;
 }

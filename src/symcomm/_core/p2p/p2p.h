@@ -34,6 +34,8 @@ struct header {
     int64_t dtype;
 };
 
+#define NEVER_DUE INT64_MAX
+
 /* OP_HELD: a posted receive that keeps its place, but takes no message. */
 enum op_state { OP_POSTED, OP_HELD, OP_MOVING, OP_UNACKNOWLEDGED, OP_DONE };
 
@@ -52,9 +54,11 @@ struct op {
     int64_t got_dtype;
     struct op *next;
     _Atomic int references;
-    bool background; /* nobody may be waiting: the background thread drives it */
-    bool slow_path;  /* Python looked at the tensor */
-    uint32_t site;   /* of the call, for the flight recorder */
+    bool background;        /* nobody may be waiting: the background thread drives it */
+    _Atomic int64_t posted; /* ns, where it was not done at once */
+    _Atomic int64_t due;    /* ns: until then it is left to a caller who waits for it */
+    bool slow_path;         /* Python looked at the tensor */
+    uint32_t site;          /* of the call, for the flight recorder */
     struct flight_entry *record;
     uint64_t record_number;
     _Atomic uint32_t *version; /* of a receive's tensor: raised when the message has come; or NULL */
@@ -76,8 +80,8 @@ void p2p_let_go(const struct visit *v);
 void p2p_let_all_go(const struct visit *v);
 /* In a forked child: touch the channels no more. */
 void p2p_forked(struct group *g);
-/* NULL with errno set: no memory, or no thread to drive it (EAGAIN). */
-struct op *p2p_post(struct group *g, const struct op *wanted);
+/* NULL with errno set: no memory, or no thread to drive it (EAGAIN). done: there is nothing left to wait for. */
+struct op *p2p_post(struct group *g, const struct op *wanted, bool *done);
 /* Posts and waits in one, for an operation that is not left to the background. NULL: no memory. */
 struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status);
 /* Makes progress until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT withdraws the op. */

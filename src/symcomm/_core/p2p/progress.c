@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "exec/plan.h"
 #include "group/symmetric.h"
 #include "memory/isolate.h"
 #include "memory/life.h"
@@ -53,7 +54,9 @@ void p2p_finish(struct op *op, int status) {
     op->status = status;
     op->state = OP_DONE;
     if (op->version && status == STATUS_OK) atomic_fetch_add_explicit(op->version, 1, memory_order_relaxed);
-    if (op->background) op->p2p->background--;
+    if (!op->background) return;
+    op->p2p->background--;
+    if (op->nbytes > SHORT_BYTES) op->p2p->lengthy--;
 }
 
 /* --- the ring --------------------------------------------------------------------------------------------------- */
