@@ -5,6 +5,7 @@ The same through torch.distributed is in tests/torch_backend/checks/ways.py.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -480,3 +481,85 @@ def test_the_core_knows_calls_by_their_numbers():
     assert BY_NAME["all_to_all_single"].number == native.CALL_ALL_TO_ALL_SINGLE
     assert BY_NAME["scatter"].number == native.CALL_SCATTER
     assert sum(1 << op.number for op in CACHED.values() if op.listed is False) == native.CALLS_OF_SINGLES
+
+
+# --- how little Python asynchronous calls take ------------------------------------------------------------------------
+
+
+def _entered(call: Callable[[], Any]) -> tuple[list[str], list[str]]:
+    """The functions that ``call`` enters: Python's and C's."""
+    python: list[str] = []
+    native_ones: list[str] = []
+
+    def note(frame: Any, event: str, function: Any) -> None:
+        if event == "call":
+            python.append(frame.f_code.co_name)
+        elif event == "c_call" and function is not sys.setprofile:
+            native_ones.append(function.__name__)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return python, native_ones
+
+
+def _enter_little(g: ProcessGroup) -> None:
+    x, y, whole = torch.ones(2), torch.zeros(2), torch.ones(2 * g.size)
+    parts = [y]
+    calls = {
+        "all_reduce": lambda: g.all_reduce(x, async_op=True).wait(),
+        "reduce": lambda: g.reduce(x, 0, async_op=True).wait(),
+        "broadcast": lambda: g.broadcast(x, async_op=True).wait(),
+        "all_gather_single": lambda: g.all_gather_single(whole, x, async_op=True).wait(),
+        "all_gather": lambda: g.all_gather(parts, x, async_op=True).wait(),
+        "gather": lambda: g.gather(parts, x, async_op=True).wait(),
+        "gather_single": lambda: g.gather_single(whole, x, async_op=True).wait(),
+        "scatter": lambda: g.scatter(x, parts, async_op=True).wait(),
+        "scatter_single": lambda: g.scatter_single(x, whole, async_op=True).wait(),
+        "reduce_scatter_single": lambda: g.reduce_scatter_single(x, whole, async_op=True).wait(),
+        "reduce_scatter": lambda: g.reduce_scatter(x, parts, async_op=True).wait(),
+        "all_to_all_single": lambda: g.all_to_all_single(whole, x, async_op=True).wait(),
+        "barrier": lambda: g.barrier(async_op=True).wait(),
+    }
+    for name, call in calls.items():
+        for _ in range(2):  # it is planned, and then its place in the program is found
+            call()
+        assert _entered(call) == (["<lambda>", name, "_go_on"], ["call_seen", "wait"])
+    messages = {"isend": lambda: g.isend(x, 0).wait(), "irecv": lambda: g.irecv(y, 0).wait()}
+    for turn in range(3):
+        for name, call in messages.items():
+            entered = _entered(call)
+            assert turn == 0 or entered == (["<lambda>", name], [name, "wait"])
+
+
+def test_an_asynchronous_call_and_its_wait_are_two_calls_of_the_core():
+    symcomm.spawn(_enter_little, 1, mode="threads", timeout=20, deadline=60)
+
+
+def _places(g: ProcessGroup) -> list[str]:
+    """Where the calls were made whose failure their works tell, of which only one is new to the group."""
+    x, words = torch.ones(2), []
+    g.all_reduce(x)
+    for _ in range(3):
+        works = [g.all_reduce(x, async_op=True)]
+        works[0].wait()
+    if g.rank == 1:
+        return []
+    works = [g.irecv(x, 1, tag=turn) for turn in range(2)]  # one line, one place
+    works.append(g.irecv(x, 1, tag=2))
+    g.abort()
+    for work in works:
+        with pytest.raises(errors.SymcommError):
+            work.wait()
+        words.append(f"{work._site[0].rpartition('/')[2]}:{work._site[1]}")
+    return words
+
+
+def test_works_know_the_lines_that_made_their_calls():
+    first = _places.__code__.co_firstlineno
+    with open(__file__) as file:
+        lines = file.read().splitlines()
+    of = [n for n in range(first, first + 20) if "g.irecv(x, 1, tag" in lines[n - 1]]
+    assert threads(_places)[0] == [f"test_fast_path.py:{n}" for n in (of[0], of[0], of[1])]

@@ -351,6 +351,31 @@ def test_blocking_messages_wake_no_thread_once_nothing_is_unattended():
     assert [o.value for o in outcomes] == [0, 0], "\n".join(map(str, outcomes))
 
 
+def _asynchronous_and_awaited(g: ProcessGroup) -> int:
+    """How often the thread of unattended messages was woken by the last of many that were waited for at once."""
+    peer, x, y = 1 - g.rank, torch.ones(2), torch.zeros(2)
+    before, most = _threads(), torch.tensor([0])
+    g.isend(x, peer).wait()
+    g.recv(y, peer)
+    (thread,) = _threads() - before
+    for _ in range(20):
+        woken = _times_woken(thread)
+        for _ in range(500):
+            for work in (g.irecv(y, peer), g.isend(x, peer)):
+                work.wait()
+        most = torch.tensor([_times_woken(thread) - woken])
+        g.all_reduce(most, symcomm.ReduceOp.MAX)
+        if most.item() < 100:
+            break
+    return int(most.item())
+
+
+def test_messages_that_are_waited_for_at_once_are_left_to_their_callers():
+    """Of 1,000 messages the thread hears only by looking now and then."""
+    outcomes = run_group(_asynchronous_and_awaited, 2)
+    assert all(o.value is not None and o.value < 100 for o in outcomes), "\n".join(map(str, outcomes))
+
+
 def _unattended_after_a_pause(g: ProcessGroup, words: Words) -> float:
     """Rank 1 posts a receive when its thread has rested, and looks at nothing but memory until rank 0 has sent."""
     x = torch.full((100_000,), float(g.rank))  # larger than the ring: it does not leave without the thread
