@@ -427,7 +427,7 @@ void async_at_end(struct group *g, void (*on_exit)(void *), void *argument) {
 
 struct request *async_request(struct group *g, struct plan *p, const struct buffers *b, int64_t timeout,
                               struct origin from) {
-    struct request *r = calloc(1, sizeof *r);
+    struct request *r = malloc(sizeof *r);
     if (r == NULL) return NULL;
     *r = (struct request){.group = g, .kind = p, .timeout = timeout, .from = from, .references = 1};
     if (async_use(r, p, b)) return r;

@@ -275,7 +275,8 @@ static bool describe_queued(const struct group *g, PyObject *const *args, struct
 
 PyObject *dispatch_cache_queue(struct group *g, const struct asked *a, PyObject *const *args) {
     struct call_key k;
-    struct call_tensors t = {.inputs = NULL};
+    struct call_tensors t; /* not cleared as a whole: it is large */
+    t.inputs = t.outputs = NULL;
     PyObject *request = NULL;
     bool known = g->dispatch_cache && describe_queued(g, args, &k, &t);
     if (known) request = queue_cached_plan(g, a, args[2], &k, &t);
