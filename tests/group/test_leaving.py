@@ -20,6 +20,7 @@ import torch
 
 from symcomm._core import native
 from symcomm.group import leaving, meeting
+from symcomm.group.p2p import Message
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import attempt, run_group
 from tests.support.halted_calls import PATTERN
@@ -359,9 +360,15 @@ class Interrupter:
         return self._line
 
 
+POSTED_BY: dict[str, tuple[Any, str]] = {
+    "all_reduce": (native.Group, "submit"),
+    "irecv": (native.MessageRequest, "_post"),  # where the core cannot start it alone
+}
+
+
 def _interrupted(g: ProcessGroup, start: str, words: Words) -> list[str]:
-    function = "submit" if start == "all_reduce" else "post"
-    real, bad, line = getattr(native.Group, function), [], 0
+    kind, function = POSTED_BY[start]
+    real, bad, line = getattr(kind, function), [], 0
     while True:
         team = new_team(g)
         g.barrier()
@@ -384,14 +391,17 @@ def _interrupted(g: ProcessGroup, start: str, words: Words) -> list[str]:
                 interrupter.started = True
                 return result
 
-            setattr(native.Group, function, noted)
+            setattr(kind, function, noted)
             t = symmetric(N).fill_(1.0)
             work = None
             try:
-                work = team.all_reduce(t, async_op=True) if start == "all_reduce" else team.irecv(t, 1)
+                if start == "all_reduce":
+                    work = team.all_reduce(t, async_op=True)
+                else:
+                    work = team.messages.post(Message.receive(t, 1), "irecv", True)
             except KeyboardInterrupt:
                 pass
-        setattr(native.Group, function, real)
+        setattr(kind, function, real)
         assert interrupter.started
         if work is None:
             del t
@@ -411,7 +421,7 @@ def _interrupted(g: ProcessGroup, start: str, words: Words) -> list[str]:
         del fresh, team, work
 
 
-@pytest.mark.parametrize("start", ["all_reduce", "irecv"])
+@pytest.mark.parametrize("start", POSTED_BY)
 def test_interrupted_before_the_work_is_kept(start: str):
     bad = [text for value in returned(run_group(_interrupted, 2, start, Words())) for text in value]
     assert not bad, "\n".join(bad)
