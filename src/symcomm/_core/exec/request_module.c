@@ -298,9 +298,9 @@ static PyMethodDef methods[] = {
         "stands behind. A negative timeout only looks."),
     METHOD_AS(
         wait, py_wait, METH_FASTCALL | METH_KEYWORDS,
-        "($self, timeout=None)\n--\n\nBlock until done. True, or the operation's exception. When ``timeout`` passes "
-        "first, the operation fails with\na DeadlineError on every rank that has not done it, and so does the "
-        "group: as if the call had had that time."),
+        "($self, timeout=None)\n--\n\nBlock until done; returns True, or raises what the operation failed with. If "
+        "``timeout`` passes first, it and\nthe group fail with a DeadlineError on every rank that has not done it, as "
+        "at the call's own time-out."),
     METHOD_AS(_end, end, METH_NOARGS, "(): it has ended, and needs nothing any more."),
     METHOD(give_up, METH_NOARGS, "() -> status, once nobody uses its tensors any more; None: it was never queued"),
     {NULL, NULL, 0, NULL},
