@@ -362,7 +362,7 @@ class Interrupter:
 
 POSTED_BY: dict[str, tuple[Any, str]] = {
     "all_reduce": (native.Group, "submit"),
-    "irecv": (native.MessageRequest, "_post"),  # where the core cannot start it alone
+    "irecv": (native.MessageRequest, "post"),  # where the core cannot start it alone
 }
 
 

@@ -68,7 +68,7 @@ class MessageRequest:
     _state: Any
     _site: tuple[str, int]
     _buffer: Any
-    _kept_in: set[Any] | None
+    kept_in: set[Any] | None
     _error: BaseException | None
     @property
     def is_posted(self) -> bool: ...
@@ -76,7 +76,7 @@ class MessageRequest:
     def outcome(self) -> tuple[int, int, int, int] | None: ...
     @property
     def age(self) -> float: ...
-    def _post(
+    def post(
         self,
         group: Group,
         dtype: int,

@@ -286,7 +286,7 @@ class LocalMessages(native.SeenMessages, Messages):
             self._keep(work)
         number = state.arena.flight.site(site)
         try:
-            work._post(
+            work.post(
                 state.handle, buffer.dtype, buffer.address, buffer.nbytes, background, number, buffer.written
             )  # fmt: skip
         except OSError as error:
@@ -295,7 +295,7 @@ class LocalMessages(native.SeenMessages, Messages):
         return work
 
     def _keep(self, work: MessageWork) -> None:
-        work._kept_in = self._in_flight
+        work.kept_in = self._in_flight
         self._in_flight.add(work)
         if len(self._in_flight) < self._sweep_at or not self._keep_lock.acquire(blocking=False):
             return  # or another thread sweeps; perhaps this very one, interrupted by a signal handler

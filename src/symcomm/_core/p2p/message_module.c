@@ -291,7 +291,7 @@ static PyObject *get_age(PyObject *self, void *Py_UNUSED(closure)) {
 }
 
 static PyMethodDef methods[] = {
-    METHOD_AS(_post, py_post, METH_VARARGS,
+    METHOD_AS(post, py_post, METH_VARARGS,
               "(group, dtype, address, nbytes, background, site, written tensor): start it; once."),
     METHOD_AS(wait, py_wait, METH_FASTCALL | METH_KEYWORDS,
               "($self, timeout=None)\n--\n\nBlock until the message has left (send) or arrived (receive)."),
@@ -314,7 +314,7 @@ static PyMemberDef members[] = {
     FIELD("_state", T_OBJECT, state, READONLY, "of its group"),
     FIELD("_site", T_OBJECT, site, READONLY, "file and line"),
     FIELD("_buffer", T_OBJECT, buffer, 0, "of a tensor that the core cannot view, or None"),
-    FIELD("_kept_in", T_OBJECT, kept_in, 0, "the set that keeps it until it has ended, or None"),
+    FIELD("kept_in", T_OBJECT, kept_in, 0, "the set that keeps it until it has ended, or None"),
     FIELD("_error", T_OBJECT, error, 0, "how it ended, or None"),
     {NULL, 0, 0, 0, NULL},
 };
