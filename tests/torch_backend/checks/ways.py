@@ -246,7 +246,8 @@ def messages_that_nobody_waits_for_yet_are_left_to_the_thread(rank: int, path: s
             for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]):
                 work.wait()
 
-        assert _ways(group, batch, "messages") == {name: 2 * n for name, n in LEFT.items()}
+        ways = _ways(group, batch, "messages")
+        assert ways == {name: 2 * n for name, n in LEFT.items()}, ways
         equal(got, [peer + 1.0] * 3)
         works: list[Any] = []
         start = (lambda: works.append(dist.isend(x, 1))) if rank == 0 else (lambda: works.append(dist.irecv(got, 0)))

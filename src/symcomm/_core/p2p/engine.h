@@ -1,4 +1,5 @@
-/* The engine behind messages: p2p/progress.c matches them and moves bytes, p2p/p2p.c begins, waits and ends. */
+/* The engine behind messages: p2p/progress.c matches them and moves bytes, p2p/p2p.c begins, waits and
+ * ends, p2p/background.c drives those that nobody waits for. */
 #pragma once
 
 #include "p2p/p2p.h"

@@ -221,7 +221,7 @@ static PyObject *py_wait(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     PyObject *timeout;
     if (!read_timeout(args, n_args, names, &timeout)) return NULL;
     if (timeout == Py_None && finish(self)) Py_RETURN_TRUE;
-    return PyErr_Occurred() ? NULL : PyObject_CallMethod(self, "_wait", "O", timeout);
+    return PyErr_Occurred() ? NULL : PyObject_CallMethod(self, "_wait", "(O)", timeout);
 }
 
 static PyObject *await_outcome(PyObject *self, PyObject *args) {
