@@ -6,7 +6,7 @@
 /* What calls of one group have in common; all NULL until they are bound. */
 struct group_asked {
     PyObject *handle, *state, *whole, *type; /* the native.Group; whole() -> the group; of works */
-    PyObject *failure; /* the name */
+    PyObject *failure;                       /* the name */
     struct call_sites sites;
 };
 
