@@ -2,17 +2,17 @@
 
 module.py     DistributedDataParallel
 reducer.py    Reducer: when gradients come, when buckets leave
-fill.py       gradients into buckets and back
-faults.py     what errors call parameters, and where they are logged
-bucket.py     Bucket, and GradBucket, which hooks are given
+fill.py       copies gradients into buckets, and results back
+faults.py     names of parameters in errors, which the logger sees first
+bucket.py     Bucket, and GradBucket, which hooks receive
 assign.py     which parameters share a bucket
 comm_hook.py  communication hooks: the interface, and the built-in ones
-hook_order.py hooks in turn, without holding up backward
+hook_order.py calls hooks in turn, without holding up backward
 unused.py     parameters without gradients
 verify.py     do all ranks hold the same model?
 broadcast.py  many tensors from one rank to all
 shards.py     logical shards: a step is so many micro-batches, wherever they run
-sampling.py   their samples and random numbers
+sampling.py   the samples and random numbers of a shard
 logger.py     Logger: facts under PyTorch's keys
 timeline.py   times of an iteration, bucket by bucket
 hooks/        hooks that compress

@@ -1,4 +1,4 @@
-"""What a Reducer and its kin are given: the same kinds of values as PyTorch's take."""
+"""Checks what callers pass to a Reducer, a Logger or a hook: the kinds of values that PyTorch's classes take."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from symcomm.torch_backend import values
 
 
 def group_of(call: str, process_group: Any) -> Any:
-    """A group, or a backend: both have these calls."""
+    """``process_group``, which may also be a backend: both have these calls."""
     if not callable(getattr(process_group, "allreduce", None)):
         raise errors.wrong_type(call, "process_group", process_group, "a ProcessGroup")
     return process_group
 
 
 def reducer_of(call: str, reducer: Any) -> Any:
-    """One of ours: PyTorch's has no such method. (The module of Reducer is above this one.)"""
+    """``reducer``, if it is ours: PyTorch's has no such method. (Reducer's module imports this one.)"""
     if not callable(getattr(reducer, "set_hook", None)):
         raise errors.wrong_type(call, "reducer", reducer, "a Reducer")
     return reducer
 
 
 def logger_of(call: str, logger: Any) -> Any:
-    """One of ours, or None. (The module of Logger is above this one.)"""
+    """``logger``, if it is ours or None. (Logger's module imports this one.)"""
     if logger is not None and not callable(getattr(logger, "set_error_and_log", None)):
         raise errors.wrong_type(call, "logger", logger, "a Logger or None")
     return logger
@@ -39,7 +39,7 @@ def bucket_of(call: str, bucket: Any) -> Any:
 
 
 def names_of(given: Any) -> dict[int, str]:
-    """Parameters' names by their index."""
+    """The names of parameters, by index."""
     call = "Reducer: param_to_name_mapping"
     return {} if given is None else values.mapping(call, given, values.integer, values.text, "int to str")
 
@@ -52,7 +52,7 @@ def outputs_of(outputs: Any) -> list[Any]:
 
 
 def buckets_of(bucket_indices: Any, params: list[Any], sparse: list[bool]) -> list[list[int]]:
-    """Indices of the parameters in each bucket: such that there are, and that can share one."""
+    """The indices of the parameters in each bucket, which must exist and be able to share it."""
     buckets = values.lists_of_sizes("Reducer: bucket_indices", bucket_indices)
     if not params:
         raise errors.bad_argument(

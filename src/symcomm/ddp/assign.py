@@ -68,7 +68,7 @@ def compute_bucket_assignment_by_size(
         bucket.nbytes += tensor.numel() * tensor.element_size()
         if bucket.nbytes >= bucket.limit:
             done.append(bucket.close())
-    # PyTorch's table gives what is left in this order: the kind of tensor that came last comes first.
+    # Buckets that are not full come in the order of PyTorch's hash table: the one opened last is first.
     done += [bucket.close() for bucket in reversed(being_filled.values()) if bucket.indices]
     if not tensor_indices:
         done.sort(key=lambda bucket: min(bucket[0]))

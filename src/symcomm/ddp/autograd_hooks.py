@@ -1,7 +1,7 @@
-"""Hooks on the nodes of autograd that add to parameters' gradients.
+"""Hooks on autograd's nodes that accumulate gradients: they tell the reducer which gradient has come.
 
-Compiled autograd traces Python's hooks into its graph, where nothing could be reduced in turn. It leaves out those of
-PyTorch's Reducer, which are C++, and refuses a Reducer that was not made for it; ours do both by themselves.
+Compiled autograd traces Python hooks into its graph, where buckets could not be reduced in order. It skips the hooks of
+PyTorch's Reducer, which are C++, and refuses a Reducer that was not made for it. Our hooks do both themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _accumulators(params: Sequence[Any]) -> list[Any]:
 
 
 def _in_compiled_autograd() -> bool:
-    """Whether this backward pass is being traced, or is a graph that was (which a trivial compiler leaves as it is)."""
+    """Whether this backward pass is being traced, or is a traced graph (which a trivial compiler runs as it is)."""
     if torch.compiler.is_compiling():
         return True
     module = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -50,13 +50,13 @@ def _remove(handles: list[Any]) -> None:
 
 
 class AutogradHooks:
-    """Calls ``method(index)``, while its object lives, when the gradient of parameter ``index`` has been accumulated.
+    """Calls ``method(index)``, while its object lives, when parameter ``index``'s gradient has been accumulated.
 
-    ``left_out``: compiled autograd passes over these hooks, and does not raise: the graph has reductions of its own.
+    ``left_out``: within compiled autograd these hooks do nothing, instead of raising: the graph has its own reductions.
     """
 
     def __init__(self, params: Sequence[Any], method: Callable[[int], None], left_out: bool):
-        self.nodes = _accumulators(params)  # kept alive, or hooks would go with them
+        self.nodes = _accumulators(params)  # kept alive, since hooks die with their nodes
         target = weakref.WeakMethod(method)
         self._handles = [node.register_hook(_hook(target, i, left_out)) for i, node in enumerate(self.nodes)]
         weakref.finalize(self, _remove, self._handles).atexit = False

@@ -15,11 +15,11 @@ from symcomm.ddp.timeline import not_compiled
 from symcomm.group.buffers import overwrite_all
 from symcomm.torch_backend import values
 
-IN_FLIGHT = 2  # packs on their way at a time: one is copied while the other travels, and memory stays bounded
+IN_FLIGHT = 2  # packs in flight: one is copied while the other travels, and memory stays bounded
 
 
 class _Pack:
-    """Tensors of one dtype and device, flattened and on their way."""
+    """Tensors of one dtype and device, flattened and in flight."""
 
     def __init__(self, process_group: Any, tensors: list[Any], root: int):
         self._tensors = tensors
@@ -49,7 +49,7 @@ class _Pack:
 
 @not_compiled
 def broadcast_coalesced(process_group: Any, tensors: Sequence[Any], buffer_size: int, src: int = 0) -> None:
-    """Everybody's ``tensors`` become those of rank ``src`` of the group; they travel in packs of ``buffer_size``.
+    """Copy rank ``src``'s tensors into all ranks' ``tensors``. They travel in packs of ``buffer_size`` bytes.
 
     Raises: what a group's broadcast raises."""
     call = "_broadcast_coalesced"
@@ -60,7 +60,7 @@ def broadcast_coalesced(process_group: Any, tensors: Sequence[Any], buffer_size:
     if not tensors:
         return
     refusal = overwrite_all(call, "tensors", tensors)
-    if refusal is not None:  # of this rank's: the others get theirs
+    if refusal is not None:  # only this rank's tensors cannot be overwritten: it still takes part, with copies
         tensors = [tensor.detach().clone() for tensor in tensors]
     packs, _ = compute_bucket_assignment_by_size(tensors, [buffer_size])
     on_their_way: deque[_Pack] = deque()

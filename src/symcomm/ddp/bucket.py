@@ -47,7 +47,7 @@ class Bucket:
         self.restart()
 
     def restart(self) -> None:
-        """Before each backward pass."""
+        """Forget the last backward pass."""
         self.pending = len(self.params)
         self.work: Any = None
         self.future: Any = None
@@ -55,7 +55,8 @@ class Bucket:
         self.launched = self.wait_began = self.ended = 0
 
     def allocate(self, process_group: Any, dtype: torch.dtype | None) -> None:
-        """A dense bucket's memory. ``dtype``: another than the parameters', for mixed precision."""
+        """Allocate a dense bucket's memory. ``dtype``: the gradients', where it is not the parameters' (mixed
+        precision)."""
         first = self.params[0]
         self.buffer = allocate(process_group, sum(self.lengths), dtype or first.dtype, first.device)
         self.views = self.views_of(self.buffer)
@@ -76,7 +77,7 @@ class Bucket:
 
 
 class GradBucket:
-    """What a communication hook is given: one bucket's flat buffer, and whose gradients are where in it.
+    """What a communication hook receives: one bucket's flat buffer, and which parameter's gradient lies where in it.
 
     Raises: nothing."""
 
@@ -97,7 +98,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Any) -> None:
-        """Replace the tensor: what a hook does when it goes on with another, of another dtype say."""
+        """Replace the tensor, for hooks that go on with another one, of another dtype for instance."""
         self._buffer = values.tensor("GradBucket.set_buffer: buffer", buffer)
 
     def gradients(self) -> list[Any]:

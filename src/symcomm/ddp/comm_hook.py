@@ -1,4 +1,4 @@
-"""Communication hooks: what replaces the plain all-reduce of a bucket.
+"""Communication hooks, which replace the plain all-reduce of a bucket.
 
 A hook is anything with ``run_hook(bucket) -> Future`` and ``parse_hook_result(value) -> Tensor``.
 """
@@ -38,11 +38,11 @@ class CommHook:
         raise errors.CallerError(f"{type(self).__name__}.run_hook: a communication hook must define it.")
 
     def parse_hook_result(self, result: Any) -> torch.Tensor:
-        """One tensor, or the list of one that futures of works hold."""
+        """The tensor in ``result``. Futures of works hold it in a list."""
         return result[0] if isinstance(result, (list, tuple)) else result
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Any]:
-        """For PyTorch's Reducer, which knows hooks as functions."""
+        """For PyTorch's Reducer, which calls hooks as functions."""
         return self.run_hook(bucket).then(lambda ended: self.parse_hook_result(ended.value()))
 
 
@@ -69,13 +69,13 @@ class Fp16CompressHook(AllReduceHook):
         return future.then(lambda ended: buffer.copy_(self.parse_hook_result(ended.wait())))
 
 
-# Of torch's hooks, those that are known to start no collective in a callback.
+# torch's hooks that are known to start no collective in a callback.
 _DEFAULT_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _ONLY_COMPUTE = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 
 
 class PythonHook(CommHook):
-    """``hook(state, bucket)``, as people register it."""
+    """A hook that is a function of a state and a bucket."""
 
     def __init__(self, state: Any, hook: Callable[[Any, Any], Any]):
         self.state = state

@@ -1,4 +1,4 @@
-"""What a reducer's errors call the parameters, and where they are logged."""
+"""Names parameters in a reducer's errors, and shows the logger each error before it is raised."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from symcomm import errors
 
 
 class Faults:
-    """Names of parameters, and errors that the logger is told of before they are raised."""
+    """The parameters' names, and the way to the logger."""
 
     def __init__(self, names: Mapping[int, str]):
-        self.names = names  # as torch writes them, which sparse metadata have too
+        self.names = names  # as torch writes them; sparse metadata uses the same
         self.logger: Callable[[], Any] = lambda: None  # a weak reference
 
     def shown_names(self) -> dict[int, str]:
-        """torch joins names with a dot, so parameters of a bare layer come as ".weight"."""
+        """The names without the leading dot that torch gives the parameters of a bare layer (".weight")."""
         return {index: name.lstrip(".") for index, name in self.names.items()}
 
     def name(self, index: int) -> str:
         return self.names.get(index, f"parameter {index}").lstrip(".")
 
     def fault(self, error: Exception | str) -> Exception:
-        """The exception to raise, once the logger has it. A text is about a mistake of the caller's."""
+        """Tell the logger; returns the exception to raise. A text becomes a CallerError."""
         if isinstance(error, str):
             error = errors.CallerError(error)
         if (logger := self.logger()) is not None:

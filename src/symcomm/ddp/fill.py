@@ -1,7 +1,7 @@
-"""How gradients get into buckets, and back out of them.
+"""Copies gradients into buckets, and results back out of them.
 
-PyTorch divides by the number of ranks before it sums; so do we, in the same pass that copies a gradient into its
-bucket, so that values are the same bit for bit and no pass is spent on the division.
+PyTorch divides by the number of ranks before it sums. So do we, to get the same bits, but in the pass that copies a
+gradient into its bucket: the division costs no pass of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from symcomm.ddp.faults import Faults
 
 
 def _divide(tensor: Any, divisor: int) -> None:
-    """In place. By a power of two, multiplying gives the same bits in less than half the time."""
+    """In place. For a power of two, multiplying gives the same bits in less than half the time."""
     if divisor & (divisor - 1):
         tensor.div_(divisor)
     else:
@@ -84,7 +84,7 @@ class Filler:
                 _divide(bucket.buffer, divisor)
 
     def _fill_sparse(self, bucket: Bucket, index: int, divisor: int) -> None:
-        """The bucket is the gradient; where it is known which rows any rank has, only those are sent."""
+        """The bucket's buffer is the gradient itself. If it is known which rows any rank has, only those are sent."""
         param = bucket.params[0]
         grad = param.grad
         if grad is None or grad.layout is not torch.sparse_coo:
@@ -120,7 +120,7 @@ class Filler:
     # --- out --------------------------------------------------------------------------------------------------
 
     def hand_back(self, bucket: Bucket, result: Any, is_unused: Callable[[int], bool]) -> None:
-        """Make ``result`` the gradients of the bucket's parameters, but for those that no rank has used."""
+        """Make ``result`` the gradients of the bucket's parameters, except those that no rank has used."""
         if bucket.sparse:
             self._hand_back_sparse(bucket, result)
             return
@@ -146,7 +146,7 @@ class Filler:
                 if not self.optimizer_in_backward:
                     self.set_grad(param, view)
             elif not is_alias(grad, view):
-                grad.copy_(view)  # somebody put another gradient there: another reducer, or mixed precision
+                grad.copy_(view)  # another reducer, or mixed precision, has replaced the gradient
 
     def _copy_out(self, bucket: Bucket, result: Any, is_unused: Callable[[int], bool]) -> None:
         views = bucket.views if is_alias(result, bucket.buffer) else bucket.views_of(result.view(-1))
@@ -167,7 +167,7 @@ class Filler:
         param.grad = torch.sparse_coo_tensor(rows, values, param.shape)
 
     def set_grad(self, param: Any, view: Any) -> None:
-        """With mixed precision, PyTorch's hook puts other memory under the gradient: that must not be our view."""
+        """With mixed precision, PyTorch's hook replaces the gradient's memory, so the gradient must not be our view."""
         if self.mixed_dtype is not None:
             view = view.detach() if param.dtype == view.dtype else view.to(param.dtype)
         param.grad = view

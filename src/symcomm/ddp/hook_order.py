@@ -1,10 +1,9 @@
 """HookOrder: hooks of buckets are called one after another, and backward never waits for them.
 
-A hook may go on in callbacks of its works, with more collectives. On the CPU these run in other threads, and which come
-first, theirs or the next bucket's, must be the same on all ranks. So a bucket's hook is called once the hook before it
-has no callback left that could start a collective. Until then it waits in a queue, and autograd goes on: the reducer
-looks at the queue whenever a gradient comes, and empties it at the end of backward. All hooks run in autograd's thread,
-as in PyTorch.
+A hook may start more collectives in callbacks of its works. On the CPU these run in other threads, and all ranks must
+make theirs and the next bucket's in one order. So a bucket's hook is called once the hook before it has no callback
+left that could start a collective. Until then it waits in a queue, and autograd goes on: the reducer looks at the queue
+whenever a gradient comes, and empties it at the end of backward. All hooks run in autograd's thread, as in PyTorch.
 
 A collective that the model itself makes in backward keeps its place too: the hooks that were due before it go first,
 with all that follows in their callbacks.
@@ -23,14 +22,14 @@ from symcomm.group.chains import Chain, current_chain
 
 
 class HookOrder:
-    """The hooks of one reducer. Its methods are called under the reducer's lock, but for ``_let_hooks_go_first``."""
+    """The hooks of one reducer. Its methods are called under the reducer's lock, except ``_let_hooks_go_first``."""
 
     def __init__(self, lock: Any):
         self._lock = lock
         self._waiting: deque[Callable[[], Any]] = deque()
         self._chain = Chain()  # of the last hook that was called
         self._thread = 0  # autograd's
-        self._guarded: Any = None  # whose calls let hooks go first
+        self._guarded: Any = None  # the group's calls, while they let hooks go first
 
     def call(self, group: Any, hook: Callable[[], Any]) -> None:
         """Call ``hook`` when its turn comes: now, or in one of the calls below. ``group`` is the reducer's."""
@@ -48,13 +47,13 @@ class HookOrder:
             self._call_next()
 
     def finish(self) -> None:
-        """Call all hooks that wait, each in its turn."""
+        """Call all waiting hooks, each in its turn."""
         while self._waiting:
             self._chain.wait_until_quiet()
             self._call_next()
 
     def end(self) -> None:
-        """The backward pass has come to its end. Collectives of the same thread are no longer the model's."""
+        """The backward pass is over: from now on, collectives of this thread are no longer the model's."""
         try:
             self.finish()
         finally:
@@ -94,5 +93,6 @@ class HookOrder:
 
 
 def _are_ours(group: Any) -> bool:
-    """Whether all groups are. Callbacks of others' works are not seen: with those, a hook ends with its future."""
+    """Whether this group and all of torch's are ours. We do not see callbacks of others' works: with those, a hook
+    counts as over once its future is done."""
     return all(getattr(known, "is_symcomm", False) for known in (group, *dist.distributed_c10d._world.pg_map))

@@ -1,4 +1,4 @@
-"""Logger: what a run of DistributedDataParallel looks like, under the keys that PyTorch's reports."""
+"""Logger: facts about a run of DistributedDataParallel, under the keys that PyTorch's Logger uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from symcomm.ddp.arguments import reducer_of
 from symcomm.ddp.timeline import not_compiled
 from symcomm.torch_backend import values
 
-# As PyTorch spells them here.
+# As PyTorch's Logger spells them.
 _DTYPE_NAMES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -23,7 +23,7 @@ _DTYPE_NAMES = {
 }
 _ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 _ENVIRONMENT_OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
-# key -> (events between which it lies)
+# key -> (the event it begins with, the event it ends with)
 _DURATIONS = {
     "forward_compute_time": ("forward_start", "backward_start"),
     "backward_compute_time": ("backward_start", "compute_end"),
@@ -90,7 +90,7 @@ class Logger:
         has_sync_bn: bool,
         static_graph: bool,
     ) -> None:
-        """What is known once the module was wrapped."""
+        """Record what is known once the module is wrapped."""
         reducer, strs, ints = self._reducer, self._data.strs_map, self._data.ints_map
         params, group = reducer.params, reducer.process_group
         call = "set_construction_data_and_log"
@@ -122,7 +122,7 @@ class Logger:
 
     @not_compiled
     def set_runtime_stats_and_log(self) -> None:
-        """Called before each forward pass: facts about the iteration before."""
+        """Record facts about the last iteration; called before each forward pass."""
         reducer, strs, ints = self._reducer, self._data.strs_map, self._data.ints_map
         if not reducer.is_sampled():
             return
@@ -154,7 +154,7 @@ class Logger:
         self._data.ints_map["iteration"] = self._reducer.iterations
 
     def graph_is_static(self, static: bool) -> None:
-        """What the reducer has seen of the graph: could static_graph=True be set?"""
+        """Record whether static_graph=True could be set, judged by the iterations so far."""
         self._data.ints_map["can_set_static_graph"] = int(static)
 
     def _set_comm_hook_name(self, comm_hook: str) -> None:

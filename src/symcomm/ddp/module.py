@@ -1,7 +1,7 @@
 """DistributedDataParallel: PyTorch's, with our reducer inside.
 
-Everything a user sees (no_sync, join, static graph, mixed precision, hooks, ignored parameters, pickling) is
-PyTorch's own class; what talks to other ranks is replaced by what is in this package.
+Everything a user sees (no_sync, join, static graph, mixed precision, hooks, ignored parameters, pickling) is PyTorch's
+own class. This package replaces the parts that talk to other ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from symcomm.errors import CallerError, bad_argument
 from symcomm.torch_backend.versions import arguments_unknown_to
 
 _SIGNATURE = inspect.signature(TorchDDP.__init__)
-# Arguments that this version of PyTorch does not know; ours works without its help.
+# Arguments that this version of PyTorch does not know. Ours takes them all the same.
 _NEWER = arguments_unknown_to(
     TorchDDP.__init__,
     {
@@ -43,9 +43,9 @@ _MIB = 1 << 20
 class DistributedDataParallel(TorchDDP):
     """Takes every argument of PyTorch's class (those of its newest version, whichever is installed).
 
-    ``logical_shards``: a step is so many micro-batches, wherever they run, with the same bits on 1, 2, 4, ... ranks.
-    Each rank runs those that ``shards()`` yields. With ``spare_ranks`` their number may be one by which shards cannot
-    be split; some ranks then have none. See docs/how-to/data-parallel.md.
+    ``logical_shards``: how many micro-batches make a step, wherever they run: 1, 2, 4, ... ranks give the same bits.
+    Each rank runs those that ``shards()`` yields. With ``spare_ranks``, there may be more ranks than shards can be
+    split over; some then have none. See docs/how-to/data-parallel.md.
 
     One default differs: ``gradient_as_bucket_view=True``, since gradients that stay in their buckets save one copy of
     the model's size in time and memory. Pass False for gradients in memory of their own.
@@ -83,7 +83,7 @@ class DistributedDataParallel(TorchDDP):
         elif spare_ranks:
             raise bad_argument("DistributedDataParallel", "spare_ranks", spare_ranks, "left out without logical_shards")
         self.__dict__.update(newer)
-        # PyTorch's constructor would verify and broadcast by itself; ours does it when it is asked for parameters.
+        # Instead of PyTorch's constructor, _build_params_for_reducer verifies and broadcasts.
         if given.pop("init_sync", True):
             broadcast = given.get("broadcast_buffers")
             self.__dict__["_first_sync"] = True if sync_buffers is not None or broadcast is None else bool(broadcast)
@@ -104,7 +104,7 @@ class DistributedDataParallel(TorchDDP):
         return parameters, expect_sparse
 
     def _sync_states(self, source: int, buffers_too: bool) -> None:
-        """Everybody's parameters become those of rank ``source``."""
+        """Copy the parameters of rank ``source`` to all ranks."""
         ignored = self.parameters_to_ignore
         states = [p.detach() for name, p in self.module.named_parameters() if name not in ignored]
         if buffers_too:
@@ -118,7 +118,7 @@ class DistributedDataParallel(TorchDDP):
         if caps:
             return caps, caps, self.bucket_bytes_cap
         if static_graph or not self.find_unused_parameters:
-            # Parameters are not yet in the order in which their gradients come: one bucket, until that is known.
+            # One bucket, until we know in which order gradients come.
             return [sys.maxsize], [], first
         return ([first, self.bucket_bytes_cap] if first < self.bucket_bytes_cap else [first]), [], first
 
@@ -136,7 +136,7 @@ class DistributedDataParallel(TorchDDP):
             kind = partial(ShardedReducer, shards=self.logical_shards, spare_ranks=self.spare_ranks)
         self.reducer = kind(
             parameters,
-            indices[::-1],  # gradients come about in the reverse order of definition
+            indices[::-1],  # gradients come roughly in the reverse order of definition
             sizes[::-1],
             self.process_group,
             expect_sparse_gradient,
@@ -180,17 +180,17 @@ class DistributedDataParallel(TorchDDP):
         return moved
 
     def will_sync_module_buffers(self) -> bool:
-        """With logical shards buffers are synchronized at the end of a step."""
+        """With logical shards, buffers are synchronized at the end of a step."""
         return not self.logical_shards and super().will_sync_module_buffers()
 
     def no_sync(self) -> Any:
-        """PyTorch's: gradients only add up within it."""
+        """As PyTorch's: within it, gradients only add up."""
         if self.logical_shards:
             raise refuse("no_sync", "a step's gradients are reduced with the last of its shards anyway")
         return super().no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's: ranks may run out of input."""
+        """As PyTorch's: within it, ranks may run out of input."""
         if self.logical_shards:
             raise refuse("join", "every step has all its shards")
         return super().join(*args, **kwargs)
@@ -219,8 +219,8 @@ class DistributedDataParallel(TorchDDP):
         broadcast_coalesced(self.process_group, tensors, buffer_size, authoritative_rank)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        """Hooks for PyTorch's class pass, and so do those annotated with our GradBucket. PyTorch refuses its bf16 hooks
-        by name where it has no NCCL; Gloo and we reduce bfloat16 all the same."""
+        """Accept hooks for PyTorch's class, and those annotated with our GradBucket. Without NCCL, PyTorch refuses its
+        bf16 hooks by name, although Gloo and we can reduce bfloat16."""
         bucket = inspect.signature(hook).parameters.get("bucket") if callable(hook) else None
         if bucket is not None and bucket.annotation in (GradBucket, "GradBucket"):
             return

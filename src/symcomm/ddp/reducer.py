@@ -3,7 +3,7 @@
 The life of an iteration:
 
 1. ``prepare_for_forward``, ``_rebuild_buckets`` (once, after the first backward), ``prepare_for_backward``
-2. autograd calls ``_autograd_hook(index)`` for each parameter whose gradient is there: it goes into its bucket
+2. autograd calls ``_gradient_came(index)`` for each parameter: its gradient goes into its bucket
 3. a full bucket is reduced, in the order of buckets, which is the same on all ranks
 4. after the last one, autograd's final callback waits for all buckets and hands gradients back: ``_finalize``
 
@@ -94,7 +94,7 @@ class Reducer:
         self._hooks = AutogradHooks(self.params, self._gradient_came, left_out=in_graph)
 
     def _start_counting(self) -> None:
-        """What is known about gradients and times; nothing, so far."""
+        """Forget all gradients and times."""
         self.clock = Clock()
         self.iterations = 0
         self._sample_rate = 100
@@ -112,8 +112,8 @@ class Reducer:
         self.unused: list[int] = []
 
     def _restart_state(self) -> None:
-        """As between two iterations."""
-        self._expecting = False  # hooks do something
+        """The state between two iterations."""
+        self._expecting = False  # whether gradients are put into buckets
         self._unfinished = False  # gradients have come, but not all buckets are reduced and handed back
         self._in_backward = False
         self._unused_marked = False
@@ -143,7 +143,7 @@ class Reducer:
             self._move_gradients()
 
     def _move_gradients(self) -> None:
-        """Gradients that are there already (accumulated, or of old buckets) become views of the buckets."""
+        """Make gradients that exist already (accumulated, or in old buckets) views of the buckets."""
         with torch.no_grad():
             for bucket in self.buckets:
                 for param, view in zip(bucket.params, bucket.views, strict=False):
@@ -157,7 +157,7 @@ class Reducer:
 
     @not_compiled
     def _rebuild_buckets(self) -> bool:
-        """Once: buckets in the order in which gradients came, as rank 0 saw it. True when that was done now."""
+        """Once, make buckets in the order in which rank 0's gradients came. Returns whether it did so now."""
         with self._lock:
             self._check_reducer_finalized()
             if not self._may_rebuild() or not self._arrived:
@@ -194,7 +194,7 @@ class Reducer:
         return [[next(indices) for _ in range(n)] for n in lengths], row[1 + 2 * most : 1 + 2 * most + count]
 
     def _push_all_rebuilt_params(self) -> None:
-        """As if every gradient had come, in the order of parameters: what a rank without input does."""
+        """For a rank without input: pretend that every gradient came, in the order of parameters."""
         if self._may_rebuild() and not self._arrived:
             self._arrived = list(range(len(self.params)))
 
@@ -207,7 +207,7 @@ class Reducer:
 
     @not_compiled
     def prepare_for_backward(self, outputs: Any) -> None:
-        """``outputs``: tensors of the forward pass; what they do not lead to goes unused."""
+        """``outputs``: tensors of the forward pass. Parameters that no output leads to go unused."""
         outputs = outputs_of(outputs)
         with self._lock:
             self._order.end()  # of a backward pass that raised
@@ -241,7 +241,7 @@ class Reducer:
         return self.static_graph and self._backwards == 1
 
     def _autograd_hook(self, index: int) -> None:
-        """The gradient of parameter ``index`` has been accumulated, says a caller who knows (mixed precision)."""
+        """PyTorch's class calls this with mixed precision: the gradient of parameter ``index`` has been accumulated."""
         call = "_autograd_hook"
         if not 0 <= (index := values.integer(call, index)) < len(self.params):
             raise errors.bad_argument(call, "index", index, f"from 0 to {len(self.params) - 1}")
@@ -254,7 +254,7 @@ class Reducer:
                 self._in_backward = True
                 self._backwards += 1
             if self.static_graph or self.find_unused_parameters:
-                # Hooks also run for gradients that are not defined: of outputs that the loss does not use.
+                # Hooks also run for undefined gradients, if the loss does not use an output.
                 if self.params[index].grad is not None and (not self.static_graph or self._counts_only()):
                     self._used[index] = 1
                 if self._counts_only():
@@ -310,8 +310,8 @@ class Reducer:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _divisor(self) -> int:
-        """What gradients are divided by, which a hook does itself: the number of ranks; in join mode, perhaps of those
-        that still have input."""
+        """What to divide gradients by: the number of ranks; in join mode, perhaps of those that still have input. 1
+        with a hook, which divides by itself."""
         if self._hook is not None:
             return 1
         if not self._divide_by:
@@ -344,7 +344,7 @@ class Reducer:
         if not self._keeps_order(bucket.buffer):
             call()
             return
-        if self.buckets_reduced == 1:  # ahead of the callbacks that hooks queue: those expect all hooks to have run
+        if self.buckets_reduced == 1:  # before the hooks' own final callbacks, which expect that all hooks have run
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_hooks)
         self._order.call(self.process_group, call)
 
@@ -353,7 +353,7 @@ class Reducer:
             self._order.finish()
 
     def _keeps_order(self, buffer: Any) -> bool:
-        """Whether the hook might start collectives in callbacks, in threads of their own."""
+        """Whether the hook might start collectives in callbacks, which run in other threads."""
         return self._hook is not None and not self._hook.callbacks_only_compute and buffer.is_cpu
 
     def _reduce_used(self) -> None:
@@ -385,11 +385,12 @@ class Reducer:
                 self._order.end()
                 self._finalize()
 
-    # The caller may want to finalize: to do something else while the last buckets are under way.
+    # Whether the caller finalizes, having done something else while the last buckets were under way.
     _finalized_by_caller = False
 
     def _set_manual_finalization_required(self, required: bool) -> None:
-        """With ``required`` the end of a backward pass waits for nothing: ``_finalize_backward_manual`` does."""
+        """With ``required``, the end of a backward pass does not wait for the buckets: ``_finalize_backward_manual``
+        does."""
         if self._expecting or self._in_backward:
             raise self._faults.fault(
                 "_set_manual_finalization_required: a backward pass is under way; set it before the forward pass."
@@ -397,7 +398,7 @@ class Reducer:
         self._finalized_by_caller = bool(required)
 
     def _should_finalize_after_backward(self) -> bool:
-        """Whether the caller has to wait for the end of the backward pass: while the order of gradients is noted."""
+        """Whether the caller must finalize right after backward: as long as the order of gradients is being noted."""
         return self._may_rebuild() or self._counts_only()
 
     def _finalize_backward_manual(self) -> None:
@@ -481,7 +482,7 @@ class Reducer:
         return self._run_allreduce_hook(bucket) if self._hook is None else self._hook.run_hook(bucket)
 
     def _run_comm_hook(self, bucket: GradBucket) -> Any:
-        """What a rank without input does for each bucket, while the others are in their backward pass."""
+        """A rank without input calls this for each bucket, while the others are in their backward pass."""
         if not self._keeps_order(bucket_of("_run_comm_hook", bucket).buffer()):
             return self._call_hook(bucket)
         with self._lock:
@@ -543,7 +544,7 @@ class Reducer:
         self._sample_rate = values.short("_set_ddp_runtime_logging_sample_rate", sample_rate)
 
     def _get_local_used_map(self) -> torch.Tensor | None:
-        """Which parameters were used on any rank; None where nobody looks for unused ones."""
+        """Which parameters were used on any rank; None unless unused ones are looked for."""
         return self._used_anywhere if self.find_unused_parameters or self.static_graph else None
 
     def _remove_autograd_hooks(self) -> None:
@@ -555,7 +556,7 @@ class Reducer:
             self.has_rebuilt = False
             self._arrived = []
             self._restart_state()
-            if not self.static_graph:  # whose unused parameters were found out once and for all
+            if not self.static_graph:  # which finds its unused parameters once and for all
                 self._used.zero_()
 
     def _update_process_group(self, process_group: Any) -> None:
@@ -572,5 +573,6 @@ class Reducer:
         return list(self._backward_stats)
 
     def timeline(self) -> IterationTimes:
-        """The last iteration: how long it computed and communicated, how much of that showed, bucket by bucket."""
+        """The last iteration, bucket by bucket: how long it computed and communicated, and how much of that was not
+        hidden."""
         return measure(self.clock, self.buckets)

@@ -1,4 +1,4 @@
-"""What a logical shard trains on, whichever rank runs it: its samples, and its random numbers."""
+"""The samples and random numbers of a logical shard, the same on whichever rank it runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from symcomm import errors
 class ShardSampler(Sampler[list[int]]):
     """Which samples each logical shard gets in each step: the same, whatever the number of ranks.
 
-    ``samples``     how many there are, or a data set
+    ``samples``     how many there are, or a dataset
     ``shards``      how many logical shards a step has
     ``batch_size``  samples of one shard in one step
     ``mine``        this rank's shards, for a DataLoader's ``batch_sampler=``, which gets their batches, step by step
     ``start``       the step to begin with there
 
-    Each epoch has its own order, unless ``shuffle`` is False; what does not fill a step at its end is left out.
+    Each epoch has its own order, unless ``shuffle`` is False. Samples at its end that do not fill a step are left out.
 
     Raises: BadArgumentError."""
 

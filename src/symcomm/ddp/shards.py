@@ -1,12 +1,12 @@
-"""DistributedDataParallel with logical shards: a step is a fixed number of micro-batches, wherever they run.
+"""Logical shards of DistributedDataParallel: a step is a fixed number of micro-batches, wherever they run.
 
-Each rank runs forward and backward of its own shards, one after the other. The reducer takes their gradients bucket by
-bucket and combines them pairwise as they come; with the last of a rank's shards the buckets are reduced over ranks. So
-gradients are averaged as one tree over all shards, and a step gives the same bits on 1, 2, 4, ... ranks: those of as
-many ranks as there are shards.
+Each rank runs forward and backward of its own shards, one after the other. The reducer adds up their gradients
+pairwise, bucket by bucket, as they come; with a rank's last shard it reduces the buckets over ranks. So gradients are
+averaged as one tree over all shards, and a step gives the same bits on 1, 2, 4, ... ranks: those of as many ranks as
+there are shards.
 
-A number of ranks by which shards cannot be split leaves some ranks without any, if that is allowed (``spare_ranks``).
-These contribute -0.0, to which adding anything gives that, and receive the result.
+With ``spare_ranks``, there may be ranks to which no shards can be split off. They contribute -0.0, which changes no
+sum, and receive the result.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def shards_of(process_group: Any, shards: int, spare_ranks: bool) -> range:
 
 
 def check_arguments(given: dict[str, Any]) -> None:
-    """Raise where something was asked for that does not go with logical shards."""
+    """Raise if an argument does not go with logical shards."""
     for name, why in REFUSED.items():
         if given.get(name):
             raise errors.bad_argument(CALL, name, given[name], "left out with logical_shards", why)
@@ -80,7 +80,7 @@ def check_group(process_group: Any, parameters: Sequence[Any], shards: Any, spar
 
 
 def check_module(module: torch.nn.Module, in_graph: bool) -> None:
-    """Raise where the module, or how it is compiled, does not go with logical shards."""
+    """Raise if the module, or the way it is compiled, does not go with logical shards."""
     if any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
         raise refuse(CALL, "SyncBatchNorm's statistics are those of as many shards as there are ranks")
     if in_graph:
@@ -92,9 +92,9 @@ def refuse(call: str, why: str) -> errors.SymcommError:
 
 
 class StepBuffers:
-    """The model's buffers, such as a batch norm's averages. Each shard's forward begins with those of the beginning of
-    the step; at its end all ranks have those that shard 0 has left. With as many ranks as shards, PyTorch's class
-    does the same."""
+    """The model's buffers, such as a batch norm's averages. Each shard's forward starts from their values at the
+    beginning of the step; at its end all ranks get the values that shard 0 left. With as many ranks as shards,
+    PyTorch's class does the same."""
 
     def __init__(self, ddp: Any):
         self._ddp: Any = weakref.ref(ddp)
@@ -103,7 +103,7 @@ class StepBuffers:
         self.restart()
 
     def restart(self) -> None:
-        self._begun = -1  # the last shard, of this rank's, whose forward has begun
+        self._begun = -1  # the last of this rank's shards whose forward has begun
         self._before, self._left = [], []
 
     def _of_the_model(self) -> list[Any]:
@@ -140,12 +140,12 @@ def _copy(to: Sequence[Any], source: Sequence[Any]) -> None:
 
 
 class ShardedReducer(Reducer):
-    """A reducer for which a step has several backward passes. Gradients are gone between them."""
+    """A reducer whose steps have several backward passes; between them, parameters have no gradients."""
 
     def __init__(self, *args: Any, shards: int, spare_ranks: bool):
         self.shards, self._spare_ranks = shards, spare_ranks
-        self.number = 0  # of this rank's shards in the step, the one that is next or under way
-        self.backwards = 0  # that have ended, in all steps
+        self.number = 0  # which of this rank's shards is next or under way
+        self.backwards = 0  # how many have ended, in all steps
         self.step_buffers: StepBuffers | None = None
         self._partials: dict[int, PairwiseReduction] = {}  # by the bucket's position
         self._totals: dict[int, Any] = {}  # what is reduced over ranks instead of a bucket of a smaller type
@@ -175,8 +175,8 @@ class ShardedReducer(Reducer):
         return self._partials[position]
 
     def _total_of(self, position: int) -> Any:
-        """What is reduced over ranks: the bucket; but sums of small floats are float32 until all have been added. One
-        shard a rank on one host adds them in float32 anyway."""
+        """What is reduced over ranks: the bucket or, for small floats, sums in float32 until all have been added. With
+        one shard a rank on one host, the all_reduce itself adds in float32."""
         buffer, kept = self.buckets[position].buffer, self._partial_of(position).kept
         is_one_call = self.shards <= self.process_group.size()
         if kept is torch_dtypes()[buffer.dtype] or (is_one_call and not self.process_group.core.spans_hosts):
@@ -211,7 +211,7 @@ class ShardedReducer(Reducer):
         return self.shards
 
     def _all_reduce(self, bucket: Bucket) -> Any:
-        """A bucket is full: its reduction over ranks, if this is the last of the rank's shards."""
+        """Called with a full bucket: starts its reduction over ranks if this is the rank's last shard."""
         position = self._next
         partial, address = self._partial_of(position), bucket.buffer.data_ptr()
         if not self._is_last():
@@ -253,7 +253,7 @@ class ShardedReducer(Reducer):
         self.number = 0
 
     def _forget_step(self) -> None:
-        """What the step has had so far: its shards will come again, or never."""
+        """Forget the step so far: its shards will be run again, or never."""
         self.number = 0
         self._partials = {}
         self._used.zero_()

@@ -11,7 +11,7 @@ import torch
 
 ALWAYS_SAMPLED = 10  # the first iterations are timed, each
 now = time.time_ns
-not_compiled: Any = torch._disable_dynamo  # what talks to other ranks is no part of a compiled model
+not_compiled: Any = torch._disable_dynamo  # calls that talk to other ranks stay out of compiled models
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class BucketTimes:
 
     index: int
     nbytes: int
-    launched: float  # its last gradient had come, and its turn
-    wait_began: float  # backward was over, and nothing was left to do but to wait for it
+    launched: float  # its last gradient had come, and it was its turn
+    wait_began: float  # backward was over, and only the wait for it was left
     ended: float
 
     @property
@@ -41,7 +41,7 @@ class IterationTimes:
 
 
 class Clock:
-    """Nanoseconds since the epoch of an iteration's events; 0 where one did not happen."""
+    """When an iteration's events happened, in nanoseconds since the epoch; 0 if one did not."""
 
     def __init__(self) -> None:
         self.forward_start = self.backward_start = self.compute_end = self.comm_start = self.comm_end = 0

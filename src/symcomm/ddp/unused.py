@@ -1,4 +1,4 @@
-"""Parameters without a gradient: finding them before backward, and saying so when nobody looked for them."""
+"""Parameters without a gradient: finds them before backward, and words the errors when nobody looked for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from symcomm import errors
 
-REPORT_SECONDS = 1.0  # how long an error waits for the other ranks' side of the story
+REPORT_SECONDS = 1.0  # how long an error waits to hear of the other ranks'
 
 
 def search_unused(outputs: Iterable[Any], accumulators: Sequence[Any]) -> list[int]:
@@ -21,7 +21,7 @@ def search_unused(outputs: Iterable[Any], accumulators: Sequence[Any]) -> list[i
 
 
 def _unreached(outputs: Iterable[Any], accumulators: Sequence[Any]) -> list[int]:
-    seen: set[Any] = set()  # the nodes themselves: torch gives a node one Python object only while that is held
+    seen: set[Any] = set()  # the nodes themselves: torch keeps a node's Python object only while it is held
     queue = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None]
     seen.update(queue)
     while queue:
@@ -40,7 +40,7 @@ def _store_of(process_group: Any) -> Any:
 
 
 def _ask_around(process_group: Any, topic: str, mine: list[int]) -> dict[int, list[int]]:
-    """Every rank's list, of those that run into the same error within a moment."""
+    """The lists of all ranks that run into the same error within a moment."""
     told = {process_group.rank(): mine}
     store = _store_of(process_group)
     if store is None:
@@ -57,7 +57,7 @@ def _ask_around(process_group: Any, topic: str, mine: list[int]) -> dict[int, li
                 break
             time.sleep(0.01)
     except RuntimeError:
-        pass  # the store has gone away: our own side has to do
+        pass  # the store is gone: our own list must do
     return told
 
 

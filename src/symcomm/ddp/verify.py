@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model? Asked once, before the first bucket would mix up gradients."""
+"""Checks that all ranks hold the same model, once, before the first bucket would mix up gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype))
 
 
 def _gather(process_group: Any, row: list[int], device: torch.device) -> list[list[int]]:
-    """Everybody's ``row``; all are of the same length."""
+    """All ranks' rows, which are of the same length."""
     mine = torch.tensor(row, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(process_group.size())]
     process_group.allgather([everyone], [mine]).wait()

@@ -1,4 +1,4 @@
-"""Communication hooks: fewer bytes between ranks for each gradient bucket.
+"""Communication hooks that send fewer bytes for each gradient bucket.
 
 ``model.register_comm_hook(state, hook)`` takes any of these pairs, on torch's DistributedDataParallel and on ours::
 
@@ -11,7 +11,7 @@
 
     _state.py      what all states share: the group, the counters of bytes, the choice to compress or not
     _residuals.py  error feedback: what was left out, kept for each parameter
-    _exchange.py   the collectives that hooks are made of
+    _exchange.py   the collectives that hooks use
     compare.py     ``python -m symcomm.ddp.hooks.compare``: bytes and final loss of each, measured
 """
 

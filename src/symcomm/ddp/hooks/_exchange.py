@@ -1,6 +1,6 @@
-"""The collectives that hooks are made of, and what each costs.
+"""The collectives that hooks use, and what each costs.
 
-Costs are bytes that one rank sends when every piece goes straight to whom it is for. A plain all-reduce is a
+A cost is how many bytes one rank sends if every piece goes straight to the rank that needs it. A plain all-reduce is a
 reduce-scatter and an all-gather, so it sends each of its ``nbytes`` 2 (n - 1) / n times.
 """
 
@@ -40,7 +40,7 @@ def done(tensor: torch.Tensor) -> Any:
 
 
 def when_done(work: Any, result: Callable[[], torch.Tensor]) -> Any:
-    """A future of ``result()``, called once ``work`` has ended; it fails as the work failed."""
+    """A future of ``result()``, which is called once ``work`` has ended. It raises what the work raised."""
 
     def finish(ended: Any) -> torch.Tensor:
         ended.wait()  # raises what the work raised
@@ -57,14 +57,14 @@ def mean_in_place(tensor: torch.Tensor, group: Any) -> Any:
 
 
 def all_to_all(rows: torch.Tensor, group: Any) -> torch.Tensor:
-    """Row k goes to rank k; returns everybody's row for us, in rank order."""
+    """Send row k to rank k; returns the rows that all ranks sent here, in rank order."""
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows, group=group)
     return received
 
 
 def all_gather(row: torch.Tensor, group: Any) -> tuple[Any, torch.Tensor]:
-    """Start to give ``row`` to everybody; the work, and where everybody's rows will be."""
+    """Start to send ``row`` to all ranks; returns the work, and where all ranks' rows will be."""
     rows = row.new_empty(group.size(), row.numel())
     work = versions.all_gather_single(rows, row.reshape(1, -1), group=group, async_op=True)
     return work, rows

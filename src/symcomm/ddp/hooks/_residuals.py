@@ -68,7 +68,7 @@ class Residuals:
         self._pieces: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def take(self, bucket: Any) -> torch.Tensor | None:
-        """The residual of a bucket, in the layout of its buffer; forgotten here. None: there is none."""
+        """Remove and return a bucket's residual, in the layout of its buffer, or None."""
         if not self._wholes and not self._pieces:
             return None
         key = tuple(map(id, bucket.parameters()))
@@ -81,7 +81,7 @@ class Residuals:
         return self._assemble(bucket)
 
     def keep(self, bucket: Any, flat: torch.Tensor) -> None:
-        """Remember ``flat`` for the next time. Infinities and NaNs were sent, and must not come back for ever."""
+        """Remember ``flat`` for the next time, without infinities and NaNs: those would come back for ever."""
         key = tuple(map(id, bucket.parameters()))
         if key not in self._places:
             self._places[key] = places_in(bucket)

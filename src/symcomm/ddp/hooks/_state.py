@@ -1,4 +1,4 @@
-"""What the states of all hooks share."""
+"""HookState: what the states of all hooks share."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class HookState:
 
     @property
     def saved(self) -> float:
-        """The share of a plain all-reduce's bytes that was not sent: 0.75 when a quarter was. 0 before the first."""
+        """The share of a plain all-reduce's bytes that was saved: 0.75 if a quarter was sent, 0 at first."""
         return 1.0 - self.bytes_sent / self.bytes_plain if self.bytes_plain else 0.0
 
     # --- what a subclass says ---------------------------------------------------------------------------------
@@ -90,10 +90,10 @@ class HookState:
         return all_reduce_bytes(bucket.buffer().nbytes, world)
 
     def exchange(self, bucket: Any, flat: torch.Tensor) -> Any:
-        """Start to average: a future of the bucket's buffer, in place. Called for buckets that gain.
+        """Start to average a bucket in place; returns a future of its buffer. Called only for buckets that gain.
 
-        ``flat`` is the buffer's content with the residual added, in float32 (float64 for float64), to use up. With
-        error feedback it is a copy, to keep; without, it may be the buffer itself.
+        ``flat`` is the buffer's content plus the residual, in float32 (float64 for float64), and may be overwritten.
+        With error feedback it is a copy, which may be kept; without, it may be the buffer itself.
         """
         return mean_in_place(bucket.buffer().copy_(flat), self.process_group)
 

@@ -64,8 +64,8 @@ def quantised_mean(
 ) -> tuple[Any, torch.Tensor | None]:
     """Start to average ``flat`` over the ranks: a future of the mean, and what this rank left out (for ``feedback``).
 
-    The first exchange is waited for, the second goes on behind the caller's back. Were both to run by themselves, the
-    exchanges of two buckets could be started in different orders on different ranks.
+    This waits for the first exchange and lets the second run on. If it waited for neither, ranks could start the
+    exchanges of two buckets in different orders.
     """
     count, world, rank = flat.numel(), group.size(), group.rank()
     blocks, block = codec.shape(count, world)

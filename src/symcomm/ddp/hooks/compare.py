@@ -1,7 +1,8 @@
 """``python -m symcomm.ddp.hooks.compare``: what each hook saves and what it costs in loss, measured on a small model.
 
-The same model, data and seed for each; ranks are threads of this process. A network learns what another one, with
-fixed random weights, makes of random inputs; the loss is taken at the end, on data that was not trained on.
+Each hook trains the same model on the same data from the same seed; ranks are threads of this process. A network learns
+what another one, with fixed random weights, makes of random inputs. The loss is taken at the end, on data that was not
+trained on.
 
 ``--bucket 25`` measures the processor time of each hook for one bucket of so many megabytes (float32) instead.
 """

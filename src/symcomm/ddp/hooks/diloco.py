@@ -1,7 +1,7 @@
-"""DiLoCo: local steps, then an outer step of SGD with Nesterov momentum on how far the ranks have come.
+"""DiLoCo: local steps, then an outer step of SGD with Nesterov momentum, on how far the ranks have moved.
 
-Every ``period`` steps each rank's way from the last common point (the anchor) is averaged. That mean, as if it were a
-gradient, moves the anchor, and all ranks go on from there. With ``lr=1, momentum=0`` this is local SGD.
+Every ``period`` steps the ranks average how far each has moved from the last common point (the anchor). The mean moves
+the anchor as a gradient would, and all ranks go on from there. With ``lr=1, momentum=0`` this is local SGD.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DiLoCoState(LocalSGDState):
         self._missed: dict[torch.dtype, torch.Tensor] = {}
 
     def _drop_anchors(self) -> None:
-        """Where the ranks are now, and all are equal, is the common point."""
+        """Make the parameters, which are now equal on all ranks, the common point."""
         self._anchors = {kind: flattened(ps, work_dtype(kind)).clone() for kind, ps in self._of_dtype.items()}
 
     def step(self) -> bool:
@@ -85,7 +85,7 @@ class DiLoCoState(LocalSGDState):
             write_back(parameters, anchor)
 
     def _mean(self, kind: torch.dtype, way: torch.Tensor) -> torch.Tensor:
-        """The mean of all ranks' ways, the same bits on all of them."""
+        """The mean of all ranks' differences, with the same bits on each."""
         group = self.process_group
         if group.size() == 1:
             return way

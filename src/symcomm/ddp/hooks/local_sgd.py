@@ -21,9 +21,9 @@ from symcomm.ddp.hooks._state import HookState, at_least, callbacks_only_compute
 
 
 class LocalSGDState(HookState):
-    """State of :func:`local_sgd_hook`, and what averages the parameters.
+    """State of :func:`local_sgd_hook`; it also averages the parameters.
 
-    ``parameters``: of the model; all ranks make the state, and begin with rank 0's. ``period``: steps between two
+    ``parameters``: the model's; all ranks make the state, and begin with rank 0's. ``period``: steps between two
     averages. ``start``: steps with plain all-reduced gradients before the ranks part.
 
     Raises: BadArgumentError.
@@ -55,14 +55,14 @@ class LocalSGDState(HookState):
             write_back(parameters, flat)
 
     def average(self, bucket: Any) -> Any:
-        """Only until the ranks part; then gradients stay as they are."""
+        """Average until the ranks part; from then on gradients stay as they are."""
         if self.steps < self.start:
             return super().average(bucket)
         self._count(bucket, all_reduce_bytes(nbytes_of(bucket.buffer()), self.process_group.size()), 0)
         return done(bucket.buffer())
 
     def step(self) -> bool:
-        """Count one step of the optimizer; average when it is time to, and say whether it was."""
+        """Count one step of the optimizer, and average the parameters if it is time. Returns whether it was."""
         self.steps += 1
         due = self.steps > self.start and (self.steps - self.start) % self.period == 0
         if due:
@@ -92,7 +92,7 @@ def flattened(parameters: list[Any], dtype: torch.dtype | None = None) -> torch.
 
 
 def write_back(parameters: list[Any], flat: torch.Tensor) -> None:
-    """The other way round."""
+    """Copy a flat tensor back into the parameters."""
     pieces = flat.split([parameter.numel() for parameter in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
         parameter.detach().copy_(piece.view(parameter.shape))

@@ -79,7 +79,7 @@ class PowerSGDState(HookState):
         return torch.randn(matrix.cols, self.rank, generator=self._random, dtype=like.dtype).to(like.device)
 
     def exchange(self, bucket: Any, flat: torch.Tensor) -> Any:
-        """Two all-reduces: the P's with all that is not factored, which is waited for; then the Q's, which is not."""
+        """Two all-reduces: one of the P's and all that is not factored, which this waits for; then one of the Q's."""
         buffer, group = bucket.buffer(), self.process_group
         matrices = self._matrices(bucket)
         factored = {matrix.start for matrix in matrices}
@@ -114,7 +114,7 @@ class PowerSGDState(HookState):
         return when_done(work, result)
 
     def _remember(self, matrix: Matrix, right: torch.Tensor) -> None:
-        """The next iteration starts from this Q; from a fresh one after infinities or NaNs, which would never leave."""
+        """Start the next iteration from this Q, unless it has infinities or NaNs, which would stay for ever."""
         self._factors.pop(id(matrix.parameter), None)
         if self.warm_start and bool(right.isfinite().all()):
             self._factors[id(matrix.parameter)] = (matrix.parameter, right.clone())
