@@ -1,4 +1,4 @@
-/* The driver's functions that the core calls, and how it reads their arguments from tuples. */
+/* The CUDA driver's functions that the core calls, and a reader of their arguments from tuples. */
 #pragma once
 
 #include "module/module.h"
@@ -11,7 +11,7 @@ typedef int (*launch_function)(uint64_t kernel, unsigned gx, unsigned gy, unsign
 
 enum kernel_numbers { KERNEL_FUNCTION, KERNEL_BLOCKS, KERNEL_THREADS, KERNEL_COUNT, KERNEL_PACKS, KERNEL_NUMBERS };
 
-/* The kernel on `places`. Returns the driver's result, 0 for success. */
+/* Launches the kernel on `places`. Returns the driver's result, 0 for success. */
 static inline int launch_kernel(launch_function launch, const uint64_t kernel[KERNEL_NUMBERS], uint64_t *places,
                                 void *stream) {
     uint64_t count = kernel[KERNEL_COUNT], packs = kernel[KERNEL_PACKS];
@@ -20,7 +20,7 @@ static inline int launch_kernel(launch_function launch, const uint64_t kernel[KE
                   1, 0, stream, arguments, NULL);
 }
 
-/* The numbers of a tuple; returns how many, or -1 with an exception set. */
+/* Reads a tuple of numbers; returns how many, or -1 with an exception set. */
 static inline int read_numbers(PyObject *tuple, uint64_t *into, int most) {
     Py_ssize_t n = PyTuple_Size(tuple);
     if (n < 0) return -1;

@@ -1,4 +1,5 @@
-/* All_reduces of a kind seen before, in one call: the hosts arrive, and the kernel that does the rest is launched. */
+/* Runs an all_reduce of a kind seen before in one call: the hosts arrive, then the kernel that does the rest is
+ * launched. */
 #include "cuda/driver.h"
 #include "exec/async.h"
 #include "exec/exec.h"
@@ -46,7 +47,7 @@ static int launch(const struct prepared_kernel *p, int half, uint64_t stream, ui
 }
 
 /* run_prepared(group, plan, timeout_ns, site, prepared, half, stream, address, value) -> 0, a failure's status, or the
- * driver's result below 0. The tensor at `address` is combined in place; `value`: of the kernel's first barrier. */
+ * driver's result below 0. The tensor at `address` is reduced in place; `value`: of the kernel's first barrier. */
 static PyObject *run_prepared(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     if (expect_arguments(n_args, 9, "run_prepared") < 0) return NULL;
     struct group *g = to_group(args[0]);
@@ -63,7 +64,7 @@ static PyObject *run_prepared(PyObject *Py_UNUSED(self), PyObject *const *args, 
     int64_t status;
     bool idle = async_idle(g);
     count_call(&g->collectives, false, !idle);
-    Py_BEGIN_ALLOW_THREADS; /* the driver makes a caller wait when a stream is full */
+    Py_BEGIN_ALLOW_THREADS; /* the driver blocks while a stream is full */
     status = async_run_in_turn(g, plan, &none, timeout, from, idle);
     if (status == 0) status = -launch(p, half, stream, address, value);
     Py_END_ALLOW_THREADS;

@@ -1,8 +1,7 @@
 /* The driver calls of a GPU collective, in one call of the core.
  *
  * The core knows nothing of CUDA: cuda/driver.py passes it the addresses of driver functions, which it found in the
- * driver's library. The interpreter lock is released meanwhile, since the driver makes a caller wait when a stream is
- * full. */
+ * driver's library. The interpreter lock is released meanwhile, since the driver blocks while a stream is full. */
 #include "cuda/driver.h"
 #include "group/group.h"
 #include "module/module.h"
@@ -30,7 +29,7 @@ struct stream_op {
 
 static int enqueue(struct stream_op *t) {
     int result = t->nbytes ? t->copy(t->target, t->source, t->nbytes, t->stream) : 0;
-    /* Flags 0: the word is written after everything before it, and a wait ends at that value or more, counted
+    /* Flags 0: a write comes after all earlier work of the stream, and a wait ends at that value or more, counted
      * cyclically. */
     for (int i = 0; i < t->peers && result == 0; i++) result = t->write(t->stream, t->theirs[i], t->value, 0);
     for (int i = 0; i < t->peers && result == 0; i++) result = t->wait(t->stream, t->mine[i], t->value, 0);
@@ -75,7 +74,7 @@ struct host_reduce {
     const void *sources[];
 };
 
-/* Runs in a thread of the driver, when the stream has come so far. */
+/* Runs in a thread of the driver, when the stream gets here. */
 static void reduce_on_host(void *argument) {
     struct host_reduce *s = argument;
     symcomm_reduce(s->dtype, s->op, s->out, s->sources, s->world, s->count, 1.0);
@@ -83,8 +82,7 @@ static void reduce_on_host(void *argument) {
 }
 
 /* enqueue_host_reduce(function, stream, dtype, op, sources, out, count) -> the driver's result, 0 for success.
- * The host combines `count` elements of host memory at every address in `sources` into `out`, in the order of the
- * stream. */
+ * Has the host combine `count` elements of host memory from every address in `sources` into `out`, in stream order. */
 static PyObject *enqueue_host_reduce(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long function, stream, out, count;
     int dtype, op;
@@ -112,8 +110,8 @@ static PyObject *enqueue_host_reduce(PyObject *Py_UNUSED(self), PyObject *args) 
 
 /* --- words that hosts and GPUs share ------------------------------------------------------------------------ */
 
-/* store_word(address, value): a GPU, or another process, that sees the word sees all earlier writes, and sees no later
- * write before it. */
+/* store_word(address, value): a GPU or process that sees the word sees all earlier writes, and no later write before
+ * the word. */
 static PyObject *store_word(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address, value;
     if (!PyArg_ParseTuple(args, "KK", &address, &value)) return NULL;

@@ -10,7 +10,7 @@
 #include "module/module.h"
 #include "sync/fail.h"
 
-#define AT_ONCE (16 << 20) /* bytes read before the group is looked at again: some milliseconds */
+#define AT_ONCE (16 << 20) /* bytes read between two looks at the group: some milliseconds */
 #define MAX_PROBED 256     /* buffers: two places of each make one system call of at most 1,024 */
 
 enum { UNKNOWN, READABLE, REFUSED };
@@ -28,7 +28,7 @@ static ssize_t read_from(pid_t pid, void *dst, uint64_t address, size_t nbytes) 
     return process_vm_readv(pid, &local, 1, &remote, 1, 0);
 }
 
-/* The thread that the kernel marks the rank's life with. Its number is nobody else's before that. */
+/* The thread whose death the kernel marks in the rank's life. Until then no other thread gets its number. */
 static pid_t owner_of(struct group *g, int rank) {
     return (pid_t)(atomic_load_explicit(g->life[rank], memory_order_acquire) & FUTEX_TID_MASK);
 }
@@ -64,10 +64,10 @@ int cma_read(const struct visit *v, int rank, char *dst, uint64_t address, int64
         size_t n = (size_t)(nbytes - done < AT_ONCE ? nbytes - done : AT_ONCE);
         ssize_t got = read_from(owner_of(g, rank), dst + done, address + (uint64_t)done, n);
         int error = got < 0 ? errno : got == 0 ? EFAULT : 0;
-        /* If it is, who knows whose memory that was. */
+        /* If it is gone, we may have read another process's memory. */
         int gone = error == ESRCH ? STATUS_DEAD : sync_marked_gone(v, rank);
         if (gone) return sync_fail(v, gone, rank);
-        if (sync_is_void(v, g->seq)) return sync_aborted(v); /* the owner has it back */
+        if (sync_is_void(v, g->seq)) return sync_aborted(v); /* the tensor is its owner's again */
         if (error && error != EINTR) return sync_fail(v, STATUS_UNREADABLE, rank);
         if (got > 0) done += got;
     }
@@ -79,7 +79,7 @@ bool cma_get(struct group *g, int rank, char *dst, uint64_t address, uint64_t nb
     for (uint64_t done = 0; done < nbytes;) {
         size_t n = (size_t)(nbytes - done < AT_ONCE ? nbytes - done : AT_ONCE);
         ssize_t got = read_from(owner, dst + done, address + done, n);
-        /* The kernel marks a life before its pid can be reused. */
+        /* The kernel marks a life before it can reuse the pid. */
         if (got <= 0 || life_has_ended(g->life[rank]) || owner_of(g, rank) != owner) return false;
         done += (uint64_t)got;
     }

@@ -1,4 +1,8 @@
-/* Calls of a kind seen before: look at the tensors, find the plan, run or queue it, all without Python. */
+/* Runs calls of a kind seen before, without Python: views the tensors, finds the plan, runs or queues it.
+ *
+ * A kind is all that a plan depends on: call, detail (root, operation), dtype, counts and numbers of tensors. The table
+ * only points to plans: group/executor.py makes and keeps them. Unusual calls are left to Python, which serves them or
+ * words the error. */
 #include "exec/dispatch_cache.h"
 
 #include <stdlib.h>
@@ -14,14 +18,14 @@
 #include "torch/tensor.h"
 
 #define FIRST_SLOTS 16  /* a power of two, doubled when three quarters are full: most groups know a few calls */
-#define MOST_SLOTS 4096 /* full at that size, it starts anew */
+#define MOST_SLOTS 4096 /* a full table of that size is emptied */
 
-enum { /* what a call of one kind does to this rank's outputs, as autograd sees it */
+enum { /* what autograd must know of a call's effect on this rank's outputs */
        EFFECT_WRITES = 1,
-       EFFECT_COPIES = 2, /* as if torch's copy_ had written them: whether they may be is a question for torch */
+       EFFECT_COPIES = 2, /* as if by torch's copy_, which torch may refuse */
 };
 
-/* Numbers in symcomm/ops.py: of the call that cannot work in place, and of those that take tensors only, no lists. */
+/* Numbers of symcomm/ops.py: the call that cannot work in place, and the calls that take no lists of tensors. */
 enum {
     CALL_ALL_TO_ALL_SINGLE = 5,
     CALL_SCATTER = 8,
@@ -34,14 +38,14 @@ struct call_key { /* what a plan depends on */
 
 struct call_tensors { /* the tensors of one call */
     char *in[MAX_WORLD], *out[MAX_WORLD];
-    PyObject *inputs, *outputs; /* of a list: its tensors, until the call ends, since another thread may empty it */
+    PyObject *inputs, *outputs; /* of a list: its tensors, as another thread may empty it during the call */
     PyObject *written;          /* borrowed: the output, or the tuple of outputs */
 };
 
 struct cached_plan {
     struct call_key key;
     struct plan *plan;
-    PyObject *capsule; /* owns the plan */
+    PyObject *capsule; /* keeps the plan; the group's executor has it as well */
     uint32_t site;     /* of the first call of this kind, for the flight recorder */
     uint32_t effects;
 };
@@ -99,7 +103,7 @@ void dispatch_cache_drop(struct group *g) {
     g->dispatch_cache = NULL;
 }
 
-/* Views the i-th of some tensors, which are all alike. */
+/* Views the i-th of several tensors. False: it cannot be viewed, or differs from those before. */
 static bool view_next(PyObject *tensor, Py_ssize_t i, char **addresses, int64_t *count, int64_t *dtype) {
     struct tensor_view view;
     if (!tensor_view(tensor, &view) || (i > 0 && view.count != *count) || (*dtype >= 0 && view.dtype != *dtype))
@@ -108,8 +112,8 @@ static bool view_next(PyObject *tensor, Py_ssize_t i, char **addresses, int64_t 
     return true;
 }
 
-/* Views one tensor, a list or tuple of at least `fewest`, or None, which is what an empty list means where a rank is
- * not the root. How many, or -1: Python must look. */
+/* Views one tensor, a list or tuple of at least `fewest`, or None. A rank that is not the root may pass None or an
+ * empty list. Returns how many tensors there are, or -1: Python must look. */
 static int view_all(PyObject *object, int fewest, PyObject **kept, char **addresses, int64_t *count, int64_t *dtype) {
     if (object == Py_None) return 0;
     if (view_next(object, 0, addresses, count, dtype)) return 1;
@@ -122,8 +126,8 @@ static int view_all(PyObject *object, int fewest, PyObject **kept, char **addres
     return (int)n;
 }
 
-/* Whether an output lies on an input in a way that lets results overwrite what peers still read. In place is fine where
- * the one is this rank's part of the other. Request.keep_apart() of symcomm.group says the same, and makes a copy. */
+/* Whether an output overlaps an input so that results would overwrite what peers still read. In place is fine if one is
+ * this rank's part of the other. Request.keep_apart() in group/request.py has the same rule, and makes a copy. */
 static bool overlaps(const struct group *g, const struct call_key *k, const struct call_tensors *t) {
     int64_t item = k->dtype >= 0 ? symcomm_itemsize[k->dtype] : 0, in_bytes = k->count * item,
             out_bytes = k->out_count * item;
@@ -144,13 +148,13 @@ static void release_tensors(struct call_tensors *t) {
     Py_XDECREF(t->outputs);
 }
 
-/* Fills the rest of a key of which call and detail are known, and the tensors, of which lists have `fewest` at least.
- * False: Python must look. To be released in any case. */
+/* Fills the rest of a key that has its call and detail, and the tensors; a list has at least `fewest`. False: Python
+ * must look. The caller releases the tensors in any case. */
 static bool view_tensors(const struct group *g, PyObject *input, PyObject *output, int fewest, struct call_key *k,
                          struct call_tensors *t) {
     t->inputs = t->outputs = NULL;
-    if (CALLS_OF_SINGLES >> (k->call & 31) & 1) fewest = 2;               /* which it was never run with */
-    int fewest_in = k->call == CALL_SCATTER && g->world > 1 ? 2 : fewest; /* a list of one is not the one tensor */
+    if (CALLS_OF_SINGLES >> (k->call & 31) & 1) fewest = 2;               /* so a list is never known */
+    int fewest_in = k->call == CALL_SCATTER && g->world > 1 ? 2 : fewest; /* a list of one is not one tensor */
     k->n_in = view_all(input, fewest_in, &t->inputs, t->in, &k->count, &k->dtype);
     if (k->n_in < 0) return false;
     if (input == output && k->n_in == 1) {
@@ -163,13 +167,13 @@ static bool view_tensors(const struct group *g, PyObject *input, PyObject *outpu
     return k->n_out >= 0 && !overlaps(g, k, t);
 }
 
-/* Fills key and tensors from (call, detail, input, output), as view_tensors() does. A list of one is neither a
- * tensor nor a list with one for each rank. */
+/* Fills key and tensors from (call, detail, input, output), as view_tensors() does. In a group of several ranks, a list
+ * of one is neither a tensor nor a list with one for each rank. */
 static bool describe_call(const struct group *g, PyObject *const *args, struct call_key *k, struct call_tensors *t) {
     t->inputs = t->outputs = NULL;
     if (!PyLong_Check(args[0]) || !PyLong_Check(args[1])) return false;
     *k = (struct call_key){.call = PyLong_AsLongLong(args[0]), .detail = PyLong_AsLongLong(args[1]), .dtype = -1};
-    if (k->detail == -1 && PyErr_Occurred()) { /* a root beyond 63 bits, which Python will refuse in words */
+    if (k->detail == -1 && PyErr_Occurred()) { /* a root beyond 63 bits: Python words the error */
         PyErr_Clear();
         return false;
     }
@@ -182,7 +186,7 @@ static inline struct cached_plan *find_usable(struct group *g, const struct call
     return known->plan == NULL || (known->effects & EFFECT_COPIES && tensors_tracked(t->written)) ? NULL : known;
 }
 
-/* Inlined into both of its callers: a call, with all that it passes, took 10 ns of a barrier's 460. */
+/* Inlined into both callers: calling it took 10 ns of a barrier's 460. */
 static inline __attribute__((always_inline)) int64_t run_cached_plan(struct group *g, const struct call_key *k,
                                                                      struct call_tensors *t) {
     struct cached_plan *known = find_usable(g, k, t);
@@ -222,8 +226,8 @@ static PyObject *call_unseen(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUS
     return PyLong_FromLong(-1);
 }
 
-/* run_cached_options(call, options, input, output): run_cached(), with what torch's options object says. Where nothing
- * was run it returns one of enum options. */
+/* run_cached_options(call, options, input, output): run_cached() with torch's options object. Returns one of enum
+ * options if nothing was run. */
 static PyObject *run_cached_options(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     if (expect_arguments(n_args, 4, "run_cached_options") < 0) return NULL;
     struct group *g = group_of(self);

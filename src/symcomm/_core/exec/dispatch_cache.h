@@ -1,10 +1,10 @@
-/* Plans of calls that were made before, so that the next call of the kind needs no Python. */
+/* Finds the plans of calls made before, so that the next call of the kind needs no Python. */
 #pragma once
 
 #include "exec/request_module.h"
 #include "group/group.h"
 
-/* With the interpreter lock held: the cache holds references to plans. */
+/* Forgets all plans. With the interpreter lock held, since the table has references to Python objects. */
 void dispatch_cache_drop(struct group *g);
 /* Queues a call of a kind seen before: (call, detail or torch's options, input, output). A native.Request, or -1 where
  * Python has to look; NULL with an exception set. */

@@ -1,4 +1,8 @@
-/* The plan executor: one call runs one rank's whole part in a collective. */
+/* The plan executor: one call runs one rank's whole part in a collective.
+ *
+ * run_whole() is the life of an operation: run the head, arrive, wait for all arrivals and compare signatures, then run
+ * the direct or the staged part (symcomm/collectives/plan.py says what these are). If it fails, abandon() returns only
+ * once no peer writes into this rank's tensors any more. */
 #include "exec/exec.h"
 
 #include "exec/cma.h"
@@ -15,7 +19,7 @@
 #include "sync/sync.h"
 #include "sync/wait.h"
 
-#define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
+#define BLOCK_BYTES 16384 /* bytes of one source or destination before the next is touched: fits L1 with room */
 
 struct run {
     const struct visit *v;
@@ -31,7 +35,8 @@ struct run {
 
 static struct arrival *arrival_of(const struct run *x, int rank) { return &block_of(x->v, rank)->arrival[x->half]; }
 
-/* Where a rank that lends its tensors, or has a list of them, writes where they are: no rank stages anything then. */
+/* Where a rank that lends its tensors, or passes a list of them, writes their addresses. No rank stages anything then,
+ * so that is at the start of its staging half. */
 static _Atomic uint64_t *addresses_of(struct run *x, int rank) {
     return (_Atomic uint64_t *)(void *)(stage_of(x->v, rank) + x->half * x->g->stage_bytes);
 }
@@ -145,7 +150,7 @@ static int run_part(struct run *x, int part) {
     return STATUS_OK;
 }
 
-/* Of a list of tensors that do not lie one after another; tells peers where each is. */
+/* The arrival's offset for a list of tensors that lie apart: IN_PIECES, having written where each is; or -1. */
 static int64_t offset_of_pieces(struct run *x) {
     const struct buffers *b = x->b;
     int64_t offsets[MAX_WORLD];
@@ -157,7 +162,7 @@ static int64_t offset_of_pieces(struct run *x) {
     return IN_PIECES;
 }
 
-/* Of the input: one tensor, or a list of tensors. */
+/* The arrival's offset for the input, which is one tensor or a list. */
 static int64_t input_offset(struct run *x) {
     const struct plan *p = x->p;
     const struct buffers *b = x->b;
@@ -216,7 +221,8 @@ static int find_refusal(struct run *x) {
     return -1;
 }
 
-/* A refusal is nobody's failure: whatever the others called, it did not take place, and the next operation may. */
+/* Whether all ranks made the same call. A refusal does not fail the group: this operation does not take place, whatever
+ * the others called, and the next one may. */
 static int compare_calls(void *context) {
     struct run *x = context;
     int other = find_mismatch(x);
@@ -227,9 +233,9 @@ static int compare_calls(void *context) {
     return STATUS_REFUSED;
 }
 
-/* Whoever refuses a call, or learns that another did, leaves the operation before it has seen all ranks there. Before
- * it writes anything of the next one, they must have come: only then has everybody left the one before, whose arrival
- * and half of the staging area this one uses again. */
+/* A rank that refuses a call, or learns that another did, leaves the operation before it has seen all ranks arrive. It
+ * must see that before it writes anything for the next operation, which reuses the arrival and the staging half of the
+ * operation before: only then have all ranks left that one. */
 static int await_previous(const struct visit *v, struct deadline *deadline) {
     struct group *g = v->group;
     if (!atomic_load_explicit(&g->unawaited, memory_order_relaxed)) return STATUS_OK;
@@ -240,15 +246,15 @@ static int await_previous(const struct visit *v, struct deadline *deadline) {
     return status;
 }
 
-/* Waits for all arrivals. Two that differ end the wait, however long a third one takes. */
+/* Waits for all arrivals. Two that differ end the wait, even while a third is missing. */
 static int await_arrivals(struct run *x) {
     struct condition c = {.kind = WAIT_ARRIVED_ALL, .target = x->g->seq, .check = compare_calls, .context = x};
     int status = sync_wait(x->v, &c, &x->deadline);
     return status ? status : compare_calls(x);
 }
 
-/* direct: every rank's tensors lie where the direct plan needs them, or can be read there. skipped: some rank left its
- * head out. */
+/* Finds out whether the direct part can run (every rank's tensors lie where it needs them, or can be read there), and
+ * whether some rank skipped its head. */
 static void check_arrivals(struct run *x, bool *direct, bool *skipped) {
     bool symmetric = x->p->has_direct, attached = x->p->attach_bytes > 0;
     *skipped = false;
@@ -297,7 +303,7 @@ static int run_body(struct run *x, bool skipped_head) {
     check_arrivals(x, &direct, &someone_skipped);
     note_copies(x, direct);
     if (direct) {
-        /* Its owner has it back. */
+        /* Once the operation is void, a tensor is its owner's again. */
         if (x->p->writes_outputs && sync_is_void(x->v, x->g->seq)) return sync_aborted(x->v);
         return run_part(x, PLAN_DIRECT);
     }
@@ -309,7 +315,7 @@ static int run_body(struct run *x, bool skipped_head) {
     return run_part(x, PLAN_STAGED);
 }
 
-/* Where the pieces of my input are: a list of tensors, or one. Whether the kernel lets peers read them. */
+/* Finds the pieces of my input, in a list of tensors or in one. Returns whether the kernel lets peers read them. */
 static bool find_pieces(struct run *x, char *pieces[MAX_WORLD]) {
     const struct plan *p = x->p;
     if (x->b->n_in < 1) return false;
@@ -318,7 +324,8 @@ static bool find_pieces(struct run *x, char *pieces[MAX_WORLD]) {
     return listed ? cma_is_readable(pieces, x->g->world, p->attach_bytes) : cma_is_readable(pieces, 1, p->in_bytes);
 }
 
-/* Whether my part of an attached run is possible: I can read what I need, and peers what they need of me. */
+/* Prepares an attached run. Returns whether my part is possible: I can read what I need, and peers can read what they
+ * need of me. */
 static bool attach(struct run *x, int64_t in_offset) {
     struct group *g = x->g;
     const struct plan *p = x->p;
@@ -349,8 +356,8 @@ static int run_whole(struct run *x) {
     return run_body(x, skip_head);
 }
 
-/* Whether no living rank can write any more into outputs of the operation that has failed here. One that made another
- * call finds that out before it would. */
+/* Whether no living rank can still write into outputs of the operation that failed here. A rank that made another call
+ * notices before it writes. */
 static bool is_left(void *context) {
     struct run *x = context;
     for (int r = 0; r < x->g->world; r++) {
@@ -362,9 +369,9 @@ static bool is_left(void *context) {
     return true;
 }
 
-/* The operation has failed here: make that known, and return when my tensors are mine alone again. A peer that writes
- * to one ends at its next wait, or finds that it must not begin. One that was stopped in the middle would go on
- * whenever it wakes; it is left with the pages that it knows, and my tensor gets others. */
+/* The operation has failed here: tells all ranks, and returns when my tensors are mine alone again. A peer that writes
+ * to one ends at its next wait, or learns that it must not begin. One that was stopped in the middle would go on when
+ * it wakes. It keeps the pages that it knows, and my tensor gets others. */
 static void abandon(struct run *x) {
     sync_void(x->v);
     if (!x->p->writes_outputs || x->out_offset < 0) return;
@@ -387,7 +394,7 @@ static int run_locked(const struct visit *v, const struct plan *p, const struct 
     if (status && !late) return status;
     struct deadline deadline = {.timeout = timeout};
     if (!late && (status = await_previous(v, &deadline))) return status;
-    atomic_store_explicit(&g->seq, g->seq + 1, memory_order_release); /* with the lock held */
+    atomic_store_explicit(&g->seq, g->seq + 1, memory_order_release); /* stored by the holder of the lock only */
     struct run x = {.v = v,
                     .g = g,
                     .p = p,
@@ -398,7 +405,7 @@ static int run_locked(const struct visit *v, const struct plan *p, const struct 
                     .nontemporal = nt_pays(p->copied_bytes * (uint64_t)g->world)};
     if (late) {
         atomic_store(&me->arrival[x.half].left, g->seq);
-        arrive(&x, signature_of(p), -1, -1, false); /* so that everybody's error names this call too */
+        arrive(&x, signature_of(p), -1, -1, false); /* so that all ranks' errors name this call too */
         return status;
     }
     status = run_whole(&x);
@@ -422,7 +429,7 @@ static int refuse_locked(const struct visit *v, const char *words, size_t n, int
     return STATUS_OK;
 }
 
-/* With the group's lock held. No plan: a call that is refused. */
+/* Begins a record, with the group's lock held. p: NULL for a call that is refused. */
 static struct flight_entry *record(struct group *g, const struct plan *p, uint64_t now, struct origin from,
                                    uint64_t *number) {
     struct flight_facts facts = {.seq = (uint64_t)number_of(g, g->seq + 1),
@@ -440,7 +447,7 @@ static struct flight_entry *record(struct group *g, const struct plan *p, uint64
 int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from) {
     struct visit v;
     if (!visit_lock(&v, g)) return STATUS_NESTED;
-    int64_t number_of_call = number_of(g, g->seq + 1); /* also when it cannot run, and is not counted */
+    int64_t number_of_call = number_of(g, g->seq + 1); /* even if it cannot run, and is not counted */
     uint64_t now = symcomm_ticks(), number = 0;
     atomic_store_explicit(&g->started, now, memory_order_relaxed);
     g->recording = record(g, p, now, from, &number);
@@ -468,7 +475,7 @@ bool exec_may_wait(struct group *g) {
     struct visit v;
     if (!atomic_load_explicit(&g->unawaited, memory_order_relaxed) || !visit_begin(&v, g)) return false;
     uint64_t seq = g->seq;
-    int here = 0; /* ranks below it are there */
+    int here = 0; /* ranks below have arrived */
     while (here < g->world &&
            atomic_load_explicit(&block_of(&v, here)->arrival[seq & 1].seq, memory_order_relaxed) == seq)
         here++;

@@ -1,4 +1,4 @@
-/* Plans as Python sees them, and the methods of native.Group that run them. */
+/* Python's view of plans, and the methods of native.Group that run them. */
 #include <stdlib.h>
 
 #include "exec/async.h"
@@ -27,7 +27,7 @@ static PyObject *plan_stage_bytes(PyObject *Py_UNUSED(self), PyObject *arg) {
     return p ? PyLong_FromLongLong(p->stage_bytes) : NULL;
 }
 
-/* What run() and submit() are told. */
+/* The arguments of run() and submit(). */
 struct call {
     struct group *group;
     struct plan *plan;
@@ -65,8 +65,8 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     return PyLong_FromLongLong(status);
 }
 
-/* Takes what a preparation returned: (plan, inputs, outputs), words to refuse the call with, or None where all ranks
- * know that it does not take place. Negative: there is an exception. */
+/* Takes what prepare() returned: (plan, inputs, outputs), words to refuse the call with, or None if all ranks know that
+ * the call does not take place. Negative: an exception is set. */
 static int64_t take_prepared(struct request *r, PyObject *made) {
     char *in[MAX_BUFFERS], *out[MAX_BUFFERS];
     if (made == NULL) return -1;
@@ -83,7 +83,8 @@ static int64_t take_prepared(struct request *r, PyObject *made) {
     return async_use(r, p, &b) ? STATUS_OK : (PyErr_NoMemory(), -1);
 }
 
-/* What it raises, a signal handler did: that ends the group, and its caller passes it on. */
+/* prepare() itself raises nothing, so an exception is a signal handler's: it ends the group, and the caller passes it
+ * on. */
 static int64_t prepare(struct request *r) {
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *made = PyErr_Occurred() ? NULL : PyObject_CallNoArgs(r->preparation);
@@ -140,8 +141,8 @@ static PyObject *submit_after(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* refuse(words, timeout_ns, site) -> 0, or why nobody was told. Returns at once: where it would have to wait,
- * for operations that are queued or for peers, the group's thread does. */
+/* refuse(words, timeout_ns, site) -> 0, or the status of a group that has failed. Returns at once: if it has to wait,
+ * for queued operations or for peers, the group's thread does. */
 static PyObject *refuse(PyObject *self, PyObject *args) {
     struct group *g = group_of(self);
     const char *words;

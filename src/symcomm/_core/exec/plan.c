@@ -30,7 +30,8 @@ static const char *check_place(struct plan *p, const struct plan_place *at, int6
     return NULL;
 }
 
-/* How far the plan reaches into my first tensor of each kind. Its count does not tell: it may be a hash. */
+/* Notes how far the plan reaches into my first input or output. The plan's count does not say, as it may hold a
+ * hash. */
 static void note_extent(struct plan *p, const struct plan_place *at, const struct plan_step *s, int64_t turns) {
     int64_t *bytes = at->space == SPACE_IN ? &p->in_bytes : &p->out_bytes;
     if ((at->space != SPACE_IN && at->space != SPACE_OUT) || at->index != 0 || turns < 1) return;
@@ -51,7 +52,7 @@ static const char *check_move(struct plan *p, const struct plan_step *s, int64_t
         const struct plan_place *at = &p->places[s->dst + i];
         why = check_place(p, at, turns, s->nbytes);
         note_extent(p, at, s, turns);
-        /* It may lack pages. */
+        /* Another rank's staging area may lack pages. */
         if (at->space == SPACE_STAGE && at->index != p->rank) why = "writes another rank's staging area";
         if (at->space == SPACE_PEER_IN) why = "writes another rank's input";
         if (at->space == SPACE_PEER_OUT && !(p->needs[at->index] & NEED_OUTPUT))
@@ -76,7 +77,7 @@ static uint64_t written_by(const struct plan *p, const struct plan_step *s, int6
 static const char *check_part(struct plan *p, int part, int64_t n_places) {
     const struct plan_step *steps = p->steps[part];
     uint64_t written = 0;
-    int64_t left = 0, turns = 1; /* steps left in the loop we are in */
+    int64_t left = 0, turns = 1; /* of the loop that we are in: its steps to come, its turns */
     for (int64_t i = 0; i < p->n_steps[part]; i++) {
         const struct plan_step *s = &steps[i];
         if (left == 0) turns = 1;
@@ -128,7 +129,8 @@ static const char *check_apart(const struct plan *p) {
     return NULL;
 }
 
-/* Peers' inputs are only copied, a piece at a time, and the addresses of the pieces find room. */
+/* An attached plan only copies peers' inputs, a piece at a time, and the staging half has room for the pieces'
+ * addresses. */
 static const char *check_attached(const struct plan *p) {
     if (p->attach_bytes < 0 || !p->has_direct || p->writes_outputs)
         return "attaches without a direct part that only reads";

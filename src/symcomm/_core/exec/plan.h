@@ -1,4 +1,4 @@
-/* A plan as the executor runs it; written by symcomm/collectives/plan.py, checked once when loaded. */
+/* A plan as the executor runs it. symcomm/collectives/plan.py writes it; plan_load() checks it, once. */
 #pragma once
 
 #include <stdatomic.h>
@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SHORT_BYTES 4096 /* more than this is worth giving up the interpreter lock for */
+#define SHORT_BYTES 4096 /* a plan that moves more gives up the interpreter lock at once */
 
 enum plan_op { OP_COPY, OP_REDUCE, OP_SIGNAL, OP_WAIT, OP_LOOP };
 enum plan_space { SPACE_IN, SPACE_OUT, SPACE_STAGE, SPACE_PEER_IN, SPACE_PEER_OUT, SPACE_COUNT };
@@ -18,7 +18,7 @@ enum { PLAN_HEAD, PLAN_STAGED, PLAN_DIRECT, PLAN_PARTS };
 #define COUNT_FLAGS ((int64_t)3 << 60)
 
 #define PLAN_SIGNAL_BITS 24 /* progress = seq << 24 | signal */
-#define PLAN_MIXED_SIGNAL 1 /* the extra synchronisation when some rank skipped its head */
+#define PLAN_MIXED_SIGNAL 1 /* the extra synchronisation if some rank skipped its head */
 
 /* The words of an encoded plan, all of 64 bits: a header, what each rank needs, steps, places. Python has the names of
  * these fields, in this order, as native.PLAN_HEADER, PLAN_STEP and PLAN_PLACE. */
@@ -46,30 +46,30 @@ struct plan_place {
 struct plan {
     int64_t world, rank, collective, dtype, redop, root, count;
     int has_direct;
-    /* Ranks write into each other's outputs where all are symmetric; the same on all of them. */
+    /* Whether ranks write into each other's outputs if all are symmetric; the same on all ranks. */
     int writes_outputs;
-    /* Of each piece that the direct part may read by cross-memory attach if inputs are not symmetric; 0: none. */
+    /* Bytes of each piece that the direct part may read by cross-memory attach if inputs are not symmetric; 0: none. */
     int64_t attach_bytes;
-    int attach_large;            /* also where copies use non-temporal stores */
+    int attach_large;            /* even if copies use non-temporal stores */
     int64_t n_in, n_out;         /* buffers the caller must pass */
     int64_t in_bytes, out_bytes; /* of the first of each */
-    /* Of each input of a list that is one tensor where they lie one after another; 0: never. */
+    /* Bytes of each tensor of an input list, which counts as one tensor if they lie one after another; 0: never. */
     int64_t piece_bytes;
-    bool apart;            /* they may lie anywhere: the direct part reads each by itself, and stages nothing */
+    bool apart;            /* those tensors may lie apart: the direct part reads each by itself, and stages nothing */
     int64_t algorithm;     /* a number in ALGORITHMS of plan.py, for the flight recorder */
-    uint64_t copied_bytes; /* into outputs by this rank, in the part where that is most; 0: it reduces */
-    uint64_t told_bytes;   /* that its count stands for, as people see them */
+    uint64_t copied_bytes; /* the most that a part copies into this rank's outputs; 0 if it reduces */
+    uint64_t told_bytes;   /* what its count stands for, in reports */
     bool is_short;         /* SHORT_BYTES at most */
     int64_t stage_bytes;   /* how far the plan reaches into a staging half */
     int64_t n_steps[PLAN_PARTS];
     const struct plan_step *steps[PLAN_PARTS];
     const struct plan_place *places;
     const int64_t *needs; /* per rank */
-    /* Asynchronous calls of this kind that have to be waited for soon before one is left to its caller. */
+    /* How many asynchronous calls of this kind must still be waited for soon, before one is left to its caller. */
     _Atomic int impatience;
     int64_t *words; /* owns the memory of everything above */
 };
 
-/* NULL with *why set when the words do not make a plan that can be run safely. */
+/* NULL, with *why set, if the words are no plan that can be run safely. */
 struct plan *plan_load(const void *bytes, size_t size, const char **why);
 void plan_free(struct plan *plan);

@@ -1,8 +1,8 @@
-/* What a rank that refuses its call tells the others, and what was told here.
+/* The words by which a rank that refuses its call tells the others why.
  *
- * The words lie beside the arrival, in the place of the operation's number: nobody can come to the second operation
- * after this one before everybody has left this one. Whoever finds them copies them while it is in the operation, since
- * its caller may look much later (asynchronous calls), or never: so the last few are kept. */
+ * They lie beside the arrival of the operation's number: no rank comes to the second operation after this one before
+ * all have left this one. A rank that finds them copies them during the operation, since its caller may ask much later
+ * (asynchronous calls), or never. So it keeps the last few. */
 #include "exec/refusal.h"
 
 #include <pthread.h>
@@ -21,7 +21,7 @@ struct refusal {
 };
 
 struct refusals {
-    pthread_mutex_t lock; /* the group's may be held for as long as an operation takes */
+    pthread_mutex_t lock; /* not the group's, which is held for as long as an operation takes */
     uint64_t told;
     struct refusal last[KEPT];
 };
@@ -33,7 +33,7 @@ void refusal_publish(const struct visit *v, uint64_t seq, const char *words, siz
     atomic_store_explicit(&me->refusal_length[seq & 1], (uint32_t)n, memory_order_relaxed);
 }
 
-/* With the group's lock held. They stay as long as the group does. */
+/* The group's refusals, which live as long as it does. With the group's lock held. */
 static struct refusals *kept(struct group *g) {
     struct refusals *all = atomic_load(&g->refusals);
     if (all == NULL && (all = calloc(1, sizeof *all)) != NULL) {

@@ -1,16 +1,16 @@
 /* What ranks of a group tell each other, in shared memory.
  *
- * Every rank has one control block per group, in its own arena, which all peers have mapped. Only the owner
- * writes it, except for the doorbell, the `sleeping` word and the abort words, which are for others to write. */
+ * Every rank has one control block per group, in its own arena, which all peers have mapped. Only the owner writes it,
+ * except the doorbells, the `sleeping` word, the abort words and what is marked below. */
 #pragma once
 
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define CALL_BYTES 384    /* of a rank's words about its call */
-#define REFUSAL_BYTES 640 /* of its words about why it refused one */
-#define REFUSED_CALL 0xff /* the signature of a rank that takes a number but makes no call: it has refused it */
-#define VOTE_BYTES 768    /* of its vote: two sets of MAX_WORLD ranks, and where its part of a new group lies */
+#define CALL_BYTES 384    /* of the words that say what a rank was doing */
+#define REFUSAL_BYTES 640 /* of the words that say why it refused a call */
+#define REFUSED_CALL 0xff /* signature of a rank that takes the number but has refused its call */
+#define VOTE_BYTES 768    /* of a rank's vote: two sets of MAX_WORLD ranks, and where its part of a new group lies */
 #define MAX_WORLD 1024    /* ranks of a group; also places in a step of a plan */
 
 #define IN_PIECES INT64_MAX
@@ -19,18 +19,18 @@ struct arrival { /* one cache line: the flag and all that others must know */
     _Atomic uint64_t seq;
     _Atomic uint64_t signature; /* collective, dtype, operation, root */
     _Atomic uint64_t count;
-    /* Of my tensors in my arena; -1: not symmetric. IN_PIECES: the input is a list of symmetric tensors, whose offsets
-     * are where a rank that lends ordinary ones writes their addresses. */
+    /* Of my tensors in my arena; -1: not symmetric. IN_PIECES: the input is a list of symmetric tensors; their offsets
+     * stand where a rank that lends ordinary tensors writes their addresses. */
     _Atomic int64_t in_offset;
     _Atomic int64_t out_offset;
     _Atomic uint64_t left; /* seq, once the owner writes no more into peers' tensors; kept where plans do that */
-    /* 1: my tensors that the plan needs can be read, and I can read those that it needs of others. */
+    /* 1: peers can read those of my tensors that the plan needs, and I can read theirs. */
     _Atomic uint64_t attached;
     uint64_t pad;
 };
 
-/* A few words of one rank for all others, written into two places by turns: a rank that dies while it writes leaves the
- * previous words. */
+/* A few words of one rank for all others. It writes them into two places by turns: if it dies while it writes, the
+ * previous words remain. */
 struct record {
     _Atomic uint32_t version; /* how often it was written; the last words are in place version % 2 */
     _Atomic uint32_t length[2];
@@ -48,21 +48,21 @@ struct control {
     _Atomic uint32_t wait_kind;
     _Atomic int32_t wait_who;
     _Atomic uint64_t wait_target;
-    _Alignas(64) _Atomic uint32_t p2p_doorbell; /* futex: a message, room for one, or an acknowledgement came */
+    _Alignas(64) _Atomic uint32_t p2p_doorbell; /* futex: there is a message, room for one, or an acknowledgement */
     _Atomic uint32_t p2p_sleepers;
-    /* What a thread of the owner sleeps for, if for a message: 2 * (peer + 2) + is_send; 0: none. */
+    /* The message that a thread of the owner sleeps for: 2 * (peer + 2) + is_send; 0: none. */
     _Atomic int32_t p2p_awaits;
     _Alignas(64) _Atomic uint32_t putting; /* threads of the owner that write into peers' windows */
-    _Alignas(64) _Atomic uint64_t abort;   /* 0, or packed cause: see sync_fail() */
+    _Alignas(64) _Atomic uint64_t abort;   /* 0, or why the group failed, packed: see sync_fail() */
     _Atomic uint64_t abort_seq;
-    _Atomic uint64_t voided; /* ~ the number of the first operation that a rank left in failure: only grows. 0: none */
+    _Atomic uint64_t voided; /* ~number of the first operation that a rank left in failure, so it only grows; 0: none */
     _Alignas(64) _Atomic uint32_t state; /* enum control_state */
-    _Atomic uint8_t departed[MAX_WORLD]; /* written by others: rank r will not touch this block again */
-    _Atomic uint64_t agreed; /* rank 0's, for all to write: the survivors' word, see membership/shared_board.py */
-    _Atomic uint64_t told;   /* rank 0's, for all to write: seq << 16 | the rank that tells of long waits in it */
+    _Atomic uint8_t departed[MAX_WORLD]; /* others write these: rank r will not touch this block again */
+    _Atomic uint64_t agreed; /* rank 0's, all write it: the survivors' word, see membership/shared_board.py */
+    _Atomic uint64_t told;   /* rank 0's, all write it: seq << 16 | the rank that reports its long waits */
     _Atomic uint64_t token, token_address; /* a random number and where the owner has it, see exec/cma.c */
     _Atomic uint32_t refusal_length[2];
-    char refusal_text[2][REFUSAL_BYTES]; /* by seq % 2, as arrivals: why the owner has refused that call */
+    char refusal_text[2][REFUSAL_BYTES]; /* by seq % 2, as arrivals: why the owner refused that call */
     struct record call, vote;
     char call_text[2][CALL_BYTES]; /* what this rank was doing, once something went wrong */
     char vote_text[2][VOTE_BYTES];

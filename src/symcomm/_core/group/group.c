@@ -1,4 +1,4 @@
-/* The life of a group: making, leaving and dropping it, and what becomes of it in a forked child. */
+/* The life of a group: made, left, dropped, and what becomes of it in a forked child. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,7 +30,7 @@ static void *copy_of(const void *array, size_t n, size_t size) {
     return copy;
 }
 
-/* Tells the other ranks that this one is there. */
+/* Lets the other ranks see that this one is there. */
 static void introduce(struct group *g) {
     struct visit visit;
     visit_begin(&visit, g);
@@ -101,7 +101,7 @@ void group_leave(struct group *g) {
 void group_forked(struct group *g) {
     leave_as_child(g);
     g->forked = true;
-    atomic_store(&g->needs_core, false); /* it is the parent's */
+    atomic_store(&g->needs_core, false); /* the core is the parent's */
     atomic_store(&g->worker, NULL);
     g->flight = NULL, g->recording = NULL;
     p2p_forked(g);
@@ -135,7 +135,7 @@ bool group_announce(struct group *g, int looks) {
     if (!visit_begin(&visit, g)) return false;
     uint64_t number = atomic_load(&g->seq) + 1;
     atomic_store_explicit(&block_of(&visit, g->rank)->announced, number, memory_order_relaxed);
-    int here = 0; /* all ranks below this are there */
+    int here = 0; /* all ranks below have arrived */
     for (int i = 0; i < looks && here < g->world; i++) {
         while (here < g->world && (here == g->rank || has_come(block_of(&visit, here), number))) here++;
         cpu_relax();

@@ -11,15 +11,15 @@
 
 struct flight_entry;
 
-/* How many calls took which path. They are counted with the interpreter lock held. */
+/* How many calls took which path. Counted with the interpreter lock held. */
 struct ways {
-    _Atomic uint64_t taken[2][2];  /* by [Python looked at it][it is queued] */
+    _Atomic uint64_t taken[2][2];  /* by [Python checked it][it was queued] */
     _Atomic uint64_t by_waiter[2]; /* queued ones that their waiter ran; counted without that lock */
 };
 
-/* How the bytes of collectives went, and if they were copied through staging areas: why. */
+/* How the bytes of collectives travelled, and why some were copied through staging areas. */
 enum copies {
-    COPIES_NO_PLAN, /* nothing else would be faster for so many bytes, or there is nothing else */
+    COPIES_NO_PLAN, /* no other way would be faster for so many bytes, or there is none */
     COPIES_DIRECT,
     COPIES_ATTACHED, /* read out of a peer's ordinary memory */
     COPIES_ORDINARY_HERE,
@@ -32,7 +32,7 @@ struct copy_counts {
     _Atomic uint64_t calls, bytes;
 };
 
-/* How waits ended that were not over within the first looks. */
+/* How waits ended that took longer than the first looks. */
 struct wait_counts {
     _Atomic uint64_t looked;  /* while the rank kept its core and went on looking */
     _Atomic uint64_t yielded; /* while it offered the core to others */
@@ -44,17 +44,17 @@ struct group {
     int rank, world;
     struct blocks *blocks;      /* what the ranks share: reached through a visit, see group/visit.h */
     _Atomic uint64_t seq;       /* of the last operation */
-    _Atomic int64_t unnumbered; /* how many of them were not the program's, which counts its own from 1 */
-    _Atomic uint64_t started;   /* when it began, in ticks */
+    _Atomic int64_t unnumbered; /* how many of these were not the program's; it counts its own from 1 */
+    _Atomic uint64_t started;   /* when the last operation began, in ticks */
     int64_t stage_bytes;
     _Atomic int64_t reserved_bytes; /* of each half of my own stage: how many bytes have pages */
     char **arena;                   /* per rank: where this process has mapped it */
     int64_t arena_bytes;            /* size of my own */
     _Atomic uint32_t **life;        /* per rank */
     _Atomic uint8_t *readable;      /* per rank: whether its memory can be read, see exec/cma.c */
-    int spin;                       /* the first looks of a wait, at most */
-    _Atomic int spin_now;           /* at present: fewer where ranks share cores and peers do not answer soon */
-    /* After those, how long to look while keeping the core, or to offer it, before sleeping; see sync/backoff.h. */
+    int spin;                       /* most first looks of a wait */
+    _Atomic int spin_now;           /* how many now: fewer if ranks share cores and peers do not answer soon */
+    /* How long to go on looking after those, keeping the core or offering it, before sleeping; see sync/backoff.h. */
     int64_t poll_ns, yield_ns;
     _Atomic int64_t timeout;     /* ns, of calls that do not say otherwise */
     _Atomic int64_t next_review; /* when to count cores and ranks again */
@@ -70,25 +70,25 @@ struct group {
     struct dispatch_cache *dispatch_cache; /* plans by kind of call, see exec/dispatch_cache.c: interpreter lock */
     struct p2p *p2p;                       /* point-to-point messages, see p2p/p2p.c */
     void *object;                          /* the native.Group that owns this struct */
-    /* Asynchronous operations are numbered as they are queued: the last one that has ended, and the last one that its
-     * waiter has given up. */
+    /* Of asynchronous operations, which are numbered as they are queued: the last that has ended, and the last that its
+     * waiter gave up. */
     _Atomic uint64_t ended, given_up;
-    _Atomic bool unawaited;                  /* this rank left the last operation before it saw all ranks come */
+    _Atomic bool unawaited;                  /* this rank left the last operation before it saw all ranks arrive */
     _Atomic(struct refusals *) refusals;     /* the last ones of peers, see exec/refusal.c; NULL: none yet */
     struct worker *_Atomic worker;           /* runs asynchronous operations, see exec/async.c; NULL until first used */
     struct ways collectives, messages, puts; /* statistics */
     struct copy_counts copies[COPIES_KINDS];
 };
 
-/* What an operation is called in words and records. */
+/* The number of an operation in errors and records. */
 static inline int64_t number_of(const struct group *g, uint64_t seq) {
     return (int64_t)seq - atomic_load_explicit(&g->unnumbered, memory_order_relaxed);
 }
 
-/* How many first looks a wait that begins now takes. Several threads of a rank may wait for messages at once. */
+/* How many first looks a wait takes now. Atomic, since several threads of a rank may wait for messages at once. */
 static inline int spins_now(const struct group *g) { return atomic_load_explicit(&g->spin_now, memory_order_relaxed); }
 
-/* Whether an operation that has not ended was given up: all operations up to it have no more time. */
+/* Whether an operation that has not ended was given up: it and all before it have no more time. */
 static inline bool has_given_up(const struct group *g) { return atomic_load(&g->given_up) > atomic_load(&g->ended); }
 
 /* No read-modify-write: nobody else counts while the caller has the interpreter lock. */
@@ -109,7 +109,7 @@ struct group_parts {
     bool own_process;
     int spin;
     int64_t poll_ns, yield_ns, timeout;
-    uint64_t operations; /* that count as done */
+    uint64_t operations; /* how many count as done */
 };
 
 /* NULL: no memory. */
@@ -123,6 +123,6 @@ void group_leave(struct group *g);
 void group_forked(struct group *g);
 /* Waits until no peer is in the middle of a put into an aborted group. Returns whether that is so. */
 bool group_await_puts(struct group *g);
-/* Announces that this rank is at its next operation. Returns whether all other ranks are there too. The announced
- * numbers only grow, and each rank runs its operation whatever it sees, so one that is seen late costs only time. */
+/* Announces that this rank is about to run its next operation. Returns whether all other ranks are too. Announced
+ * numbers only grow, and each rank runs its operation whatever it sees, so seeing one late costs only time. */
 bool group_announce(struct group *g, int looks);

@@ -1,4 +1,4 @@
-/* The Python type native.Group. Each of GROUP_METHODS is a table of methods, in the file of their subject. */
+/* The Python type native.Group. Its methods are in GROUP_METHODS: tables, each in the file of its subject. */
 #include "group/group_module.h"
 
 #include "exec/async.h"
@@ -54,7 +54,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     return wrap(type, group_make(&p));
 }
 
-/* Called when nobody refers to the group any more. Operations that still run could wait for ever, so it ends them. */
+/* Called when nothing refers to the group any more. Ends operations that still run, since they could wait for ever. */
 static void drop(struct group *g) {
     Py_BEGIN_ALLOW_THREADS;
     group_stop(g);
@@ -62,7 +62,7 @@ static void drop(struct group *g) {
     dispatch_cache_drop(g);
     PyObject *kept = g->kept;
     group_free(g);
-    Py_XDECREF(kept); /* only now: the above used the memory this keeps mapped */
+    Py_XDECREF(kept); /* last: it keeps the memory mapped that the calls above use */
 }
 
 static void drop_at_end(void *group) {
@@ -107,7 +107,7 @@ static PyObject *forked(PyObject *self, PyObject *Py_UNUSED(none)) {
 }
 
 /* For an aborted group: returns once these pieces of memory, which were windows of this rank, are its own again. A peer
- * that was stopped in the middle of a put keeps pages that nobody looks at any more. */
+ * that was stopped in the middle of a put keeps the old pages, at which no rank looks any more. */
 static PyObject *reclaim(PyObject *self, PyObject *pieces) {
     struct group *g = group_of(self);
     bool over;
@@ -129,12 +129,12 @@ static PyObject *reclaim(PyObject *self, PyObject *pieces) {
 static PyObject *py_abort(PyObject *self, PyObject *Py_UNUSED(none)) {
     struct group *g = group_of(self);
     struct visit visit;
-    if (visit_begin(&visit, g)) sync_fail(&visit, STATUS_ABORTED, g->rank); /* else the others learn that it is left */
+    if (visit_begin(&visit, g)) sync_fail(&visit, STATUS_ABORTED, g->rank); /* else the others see that it left */
     visit_end(&visit);
     Py_RETURN_NONE;
 }
 
-/* Every rank sees the failure before this returns, unless this rank leaves meanwhile: then the others see that. */
+/* Fails the group. All ranks see that before this returns, unless this rank leaves meanwhile: then they see that. */
 static PyObject *fail(PyObject *self, PyObject *args) {
     int status, culprit;
     if (!PyArg_ParseTuple(args, "ii", &status, &culprit)) return NULL;
@@ -144,7 +144,7 @@ static PyObject *fail(PyObject *self, PyObject *args) {
     return PyLong_FromLong(counts);
 }
 
-/* Readers of peers' memory call this after their last read. */
+/* 0, or the status that the group failed with. Readers of peers' memory ask after their last read. */
 static PyObject *py_status(PyObject *self, PyObject *Py_UNUSED(none)) {
     struct visit visit;
     atomic_thread_fence(memory_order_seq_cst);
@@ -163,7 +163,8 @@ static PyObject *set_timeout(PyObject *self, PyObject *nanoseconds) {
     Py_RETURN_NONE;
 }
 
-/* Plans that reach farther are refused: touching memory that has no pages would raise a signal, not an error. */
+/* Says how much of the stage has pages. Plans that reach farther are refused, since touching memory without pages would
+ * raise a signal, not an error. */
 static PyObject *reserved(PyObject *self, PyObject *arg) {
     struct group *g = group_of(self);
     int64_t bytes = PyLong_AsLongLong(arg);

@@ -16,7 +16,7 @@ static struct place record_of(struct control *c, int kind) {
     return (struct place){&c->call, c->call_text[0], CALL_BYTES};
 }
 
-/* Refuses words that are too long: half of them would be worse than none. */
+/* Refuses words that are too long: half a record would be worse than none. */
 static PyObject *publish(PyObject *self, PyObject *args) {
     struct group *g = group_of(self);
     int kind;
@@ -39,8 +39,8 @@ static PyObject *publish(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* A rank's record as it was at one moment, or None. The next words go to the other place, so these stay as they are at
- * least until the version changes. */
+/* A rank's record as it was at one moment, or None. Its next words go to the other place, so these stay intact until
+ * the version has changed. */
 static PyObject *read_record(struct place from) {
     char copy[VOTE_BYTES];
     for (int tries = 0; tries < 1000; tries++) {

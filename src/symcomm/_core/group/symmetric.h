@@ -4,7 +4,7 @@
 #include "group/group.h"
 #include "memory/isolate.h"
 
-/* Where it lies in this rank's arena, or -1. */
+/* The buffer's offset in this rank's arena, or -1. */
 static inline int64_t symmetric_offset(const struct group *g, const char *buffer, int64_t nbytes) {
     uintptr_t start = (uintptr_t)g->arena[g->rank], at = (uintptr_t)buffer;
     bool inside = at >= start && at - start < (uintptr_t)g->arena_bytes;

@@ -1,9 +1,9 @@
 /* Visits, and leaving a group while other threads may be in the middle of its calls.
  *
- * To leave is to ask for it (leave_begin, leave_end); to depart is the moment from which this rank touches shared
- * memory no more. Peers neither wait for a rank that has departed nor look after it: once all have departed, each gives
- * its memory back. So departing waits for calls that began before. Later calls see a private block instead, which
- * refuses every operation, and what they do there reaches nobody. */
+ * Leaving is the request (leave_begin, leave_end). Departing is the moment from which this rank no longer touches
+ * shared memory: once all ranks have departed, each gives its memory back. So a rank departs only after calls that
+ * began before have ended. Later calls see a private block instead, which refuses every operation and is seen by no
+ * peer. */
 #include "group/visit.h"
 
 #include <stdlib.h>
@@ -19,7 +19,7 @@
 
 struct blocks {
     int rank, world;
-    struct control **shared;      /* per rank. Nothing changes these, except in a forked child */
+    struct control **shared;      /* per rank. constant, except in a forked child */
     struct control **refusing;    /* per rank: the private one */
     struct control *private_one;  /* what calls see once the group is left */
     char **stages;                /* per rank */
@@ -27,7 +27,7 @@ struct blocks {
     _Atomic(const void *) holder; /* names the thread that holds it */
     _Atomic int visitors;         /* calls that use the memory without the lock */
     _Atomic bool has_leaver;      /* leave_begin() was called */
-    _Atomic bool leaving;         /* nothing new begins */
+    _Atomic bool leaving;         /* no call begins any more */
     _Atomic bool departs_late;    /* the leaver was in the middle of a call; the rank departs when that ends */
     _Atomic bool left;            /* departed: shared memory is not touched any more */
     bool done_by_all;             /* all ranks are known to have departed; used with the interpreter lock held */
@@ -60,7 +60,7 @@ struct blocks *blocks_make(int rank, int world, char *const *controls, char *con
         blocks_free(b);
         return NULL;
     }
-    memset(b->private_one, 0, sizeof *b->private_one); /* no wait is satisfied by what it says */
+    memset(b->private_one, 0, sizeof *b->private_one); /* it says nothing that would end a wait */
     atomic_store(&b->private_one->state, CONTROL_LEFT);
     atomic_store(&b->private_one->abort, own_departure(rank));
     for (int r = 0; r < world; r++) {
@@ -88,7 +88,7 @@ static void depart(struct blocks *b) {
     atomic_store(&b->left, true);
 }
 
-/* At the end of a call, with no lock held: departs, if leave_end() left that to the last call. */
+/* Called at the end of a call, with no lock held: departs if leave_end() left that to the last call. */
 static void depart_late(struct blocks *b) {
     /* Two calls that end at once may each find the other; the one that had the lock looks again. */
     while (atomic_load(&b->departs_late) && !atomic_load(&b->left) && atomic_load(&b->visitors) == 0) {
@@ -174,8 +174,8 @@ bool leave_begin(struct visit *v, struct group *g) {
     struct control *me = b->shared[b->rank];
     uint64_t none = 0;
     atomic_store(&me->state, CONTROL_LEFT);
-    atomic_compare_exchange_strong(&me->abort, &none, own_departure(b->rank)); /* ends operations here, and only here */
-    copy_cause(b);                                                             /* before anybody is refused */
+    atomic_compare_exchange_strong(&me->abort, &none, own_departure(b->rank)); /* ends this rank's operations only */
+    copy_cause(b);                                                             /* before any call is refused */
     atomic_store(&b->leaving, true);
     return true;
 }
@@ -185,9 +185,9 @@ void leave_end(struct visit *v) {
     sync_wake_own(v);
     int own = 0;
     for (struct visit *one = visits; one; one = one->outer) own += one->group == v->group;
-    while (atomic_load(&b->visitors) > own) usleep(50); /* these calls notice that they were aborted */
+    while (atomic_load(&b->visitors) > own) usleep(50); /* they notice that they are aborted */
     if (own == 0 && !is_inside(b)) {
-        caller_lock(&b->lock); /* once the operation that runs has ended; new ones are refused */
+        caller_lock(&b->lock); /* once the running operation has ended; new ones are refused */
         depart(b);
         pthread_mutex_unlock(&b->lock);
         return;
@@ -200,7 +200,7 @@ bool leave_is_done(const struct group *g) { return atomic_load(&g->blocks->left)
 
 bool leave_is_done_by_all(struct group *g) {
     struct blocks *b = g->blocks;
-    depart_late(b); /* two calls that ended at once may have left it to each other */
+    depart_late(b); /* two calls that ended at once may have left that to each other */
     if (!atomic_load(&b->left)) return false;
     for (int r = 0; r < b->world && !b->done_by_all; r++) {
         _Atomic uint8_t *departed = &b->shared[b->rank]->departed[r]; /* its own block stays until this is true */

@@ -12,18 +12,18 @@
 #include "memory/page_ranges.h"
 #include "os/clock.h"
 
-#define WINDOW_MS 1000 /* idle pages are kept for so long; the most that was in use is known for twice that */
-#define SWEEP_MS 100   /* between two looks for idle pages whose time has come */
+#define WINDOW_MS 1000 /* how long idle pages are kept; the peak of use is remembered for up to twice that */
+#define SWEEP_MS 100   /* between two looks for idle pages to give back */
 
 struct heap {
     char *base;
     int64_t bytes;
     int64_t page; /* the system's */
-    int fd;       /* of the mapping, and where the heap begins in it: for forked children */
+    int fd;       /* of the mapping, and where the heap begins in it; forked children need them */
     int64_t offset;
     struct page_ranges ranges;
     struct heap_stats stats;
-    int64_t most[2]; /* in use at once, in this window and in the one before */
+    int64_t most[2]; /* peak use in this window and in the one before */
     uint32_t window; /* when this one began */
     uint32_t held;   /* freed ranges that forked children have, linked by `next` */
     struct heap *next;
@@ -33,10 +33,10 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct heap *_Atomic current;
 static struct heap *inherited; /* heaps of the processes that this one was forked from; only forks change it */
 static _Atomic uint32_t swept;
-static _Atomic bool restless; /* there are pages to give back some time */
+static _Atomic bool restless; /* there are pages to give back sooner or later */
 
 static uint32_t now_ms(void) {
-    struct timespec t; /* the coarse clock costs a quarter of the fine one, and every allocation asks */
+    struct timespec t; /* every allocation asks; the coarse clock costs a quarter of the fine one */
     clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
     return (uint32_t)((int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000);
 }
@@ -51,7 +51,7 @@ static bool within(const struct heap *h, const void *at) {
     return h != NULL && (uintptr_t)at - (uintptr_t)h->base < (uintptr_t)h->bytes;
 }
 
-/* The most that was in use within the last window or two. */
+/* Peak use within the last window or two. */
 static int64_t recent_peak(struct heap *h, uint32_t now) {
     uint32_t windows = (now - h->window) / WINDOW_MS;
     if (windows > 0) {
@@ -64,7 +64,8 @@ static int64_t recent_peak(struct heap *h, uint32_t now) {
     return h->most[0] > h->most[1] ? h->most[0] : h->most[1];
 }
 
-/* The range is nobody's, and the lock is released while the kernel works. */
+/* Gives a range's pages to the kernel. The lock is released meanwhile: the range is in no list, so no one else takes
+ * it. */
 static void give_pages_back(struct heap *h, uint32_t range) {
     int64_t bytes = bytes_of(h, range);
     h->stats.idle -= bytes;
@@ -75,7 +76,7 @@ static void give_pages_back(struct heap *h, uint32_t range) {
     page_ranges_give(&h->ranges, range, gone ? CLEAN : KEPT, now_ms());
 }
 
-/* Memory that a stopped peer may still write to is lost for good. */
+/* Takes a freed range back. Memory that a stopped peer may still write to is lost for good. */
 static void take_back(struct heap *h, uint32_t range, uint32_t now) {
     int64_t bytes = bytes_of(h, range);
     if (is_isolated(address_of(h, range), bytes)) {
@@ -208,11 +209,11 @@ static void after_fork_in_parent(void) {
     pthread_mutex_unlock(&lock);
 }
 
-/* The child reads what is there, and what it writes is its own. If that is impossible, it may not write. */
+/* In a forked child: it reads what is there, and its writes stay its own. If that is impossible, it may not write. */
 static void make_private(struct heap *h) {
     for (char *at = h->base, *end = h->base + h->bytes, *next; at < end; at = next) {
         next = end;
-        if (isolated_part(at, &next)) continue; /* has pages of its own already */
+        if (isolated_part(at, &next)) continue; /* already has pages of its own */
         int64_t offset = h->offset + (at - h->base);
         int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
         if (mmap(at, (size_t)(next - at), PROT_READ | PROT_WRITE, flags, h->fd, offset) == MAP_FAILED)

@@ -4,7 +4,7 @@
 #include <poll.h>
 #include <unistd.h>
 
-#define FORKS 512 /* children that live at once; what was in use at a fork beyond that is never reused */
+#define FORKS 512 /* children that may live at once; memory in use at a fork beyond that is never reused */
 
 static struct pollfd children[FORKS]; /* our ends */
 static uint32_t numbers[FORKS];

@@ -12,7 +12,7 @@ struct range {
 };
 
 static struct range *ranges;
-static _Atomic int n_ranges; /* nearly always 0, which is all that most callers look at */
+static _Atomic int n_ranges; /* nearly always 0, and most callers look at nothing else */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static bool add_range(struct range new) {
@@ -39,7 +39,7 @@ bool isolate(char *at, int64_t nbytes) {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), start = (uintptr_t)at;
     struct range r = {start & ~(page - 1), (start + (uintptr_t)nbytes + page - 1) & ~(page - 1)};
     pthread_mutex_lock(&lock);
-    bool done = add_range(r); /* first: from now on nobody takes it for symmetric */
+    bool done = add_range(r); /* first, so that it no longer counts as symmetric */
     if (done && !(done = replace_pages(r))) atomic_fetch_sub(&n_ranges, 1);
     pthread_mutex_unlock(&lock);
     return done;

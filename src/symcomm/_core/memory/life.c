@@ -18,9 +18,9 @@
 struct watch {
     struct robust_list_head head;
     struct life *life;
-    struct whereabouts *asked; /* whoever changes its first word wakes the thread; in an arena, or the next field */
+    struct whereabouts *asked; /* in an arena, or the next field; a change of its first word wakes the thread */
     _Atomic uint32_t own[4];
-    struct answering *answering; /* NULL: nobody can ask */
+    struct answering *answering; /* NULL: no process can ask */
     _Atomic bool stop;
     _Atomic uint32_t started;
     int error;
@@ -33,10 +33,10 @@ static bool status_says_dumping(uint32_t tid) {
     return read_text(path, text, sizeof text) && strstr(text, "\nCoreDumping:\t1") != NULL;
 }
 
-#define LOOK_NS 20000000 /* of all ranks together, at one owner: a read takes about 20 us, and 100 ms are promised */
+#define LOOK_NS 20000000 /* between looks at one owner, by any rank: one takes about 20 us; we promise 100 ms */
 
 /* A process that dumps core never runs again, but the kernel marks its word only after the dump, which takes seconds.
- * The first rank that finds out sets the mark for all. */
+ * So the first rank that notices sets the mark for all. */
 bool life_dumps_core(_Atomic uint32_t *word) {
     struct life *life = life_of(word);
     uint32_t seen = atomic_load_explicit(word, memory_order_acquire);
@@ -71,7 +71,7 @@ static void *hold_life(void *argument) {
     futex_wake(&w->started, 1);
     if (w->error) return NULL;
     answer_until_stopped(w);
-    w->head.list.next = &w->head.list; /* ends in peace */
+    w->head.list.next = &w->head.list; /* the thread ends without a mark */
     atomic_store(&w->life->word, 0);
     return NULL;
 }
@@ -99,7 +99,7 @@ static PyObject *life_start(PyObject *Py_UNUSED(self), PyObject *args) {
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     while (!atomic_load(&w->started)) futex_wait(&w->started, 0, 10000000);
-    if (w->error) { /* nobody would notice our death */
+    if (w->error) { /* peers would not notice our death */
         pthread_join(w->thread, NULL);
         errno = w->error;
         drop(w);

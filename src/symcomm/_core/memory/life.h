@@ -10,14 +10,14 @@
 
 #define MOST_CORES 1024
 
-/* Written by a rank for the others of its host: which cores it uses, and how its long waits ended. */
+/* What a rank tells the others of its host: which cores it may use, and how its long waits ended. */
 struct cpu_usage {
     _Atomic uint64_t cores[MOST_CORES / 64]; /* that the thread which waits for peers may run on */
     _Atomic uint64_t quota_of;               /* the control group whose quota is the tightest, by its inode */
     /* Thousandths of a core that its processes may use together; 0: no limit. */
     _Atomic uint64_t quota;
-    _Atomic uint32_t joined, left;           /* groups, ever: a rank that has left all its groups needs no core */
-    _Alignas(64) _Atomic int32_t core;       /* where it was when it last waited for long, plus one; 0: not known */
+    _Atomic uint32_t joined, left;           /* counts of groups: a rank that has left all its groups needs no core */
+    _Alignas(64) _Atomic int32_t core;       /* one plus the core of its last long wait; 0: not known */
     _Atomic uint64_t looked, yielded, slept; /* see struct wait_counts */
 };
 
@@ -26,8 +26,8 @@ struct cpu_usage {
 struct life {
     struct robust_list entry;
     _Atomic uint32_t word;
-    _Atomic uint64_t pid_namespace; /* in which the word's thread id means the owner; 0: unknown */
-    _Atomic int64_t looked;         /* when somebody last asked the kernel whether the owner dumps core */
+    _Atomic uint64_t pid_namespace; /* in which the word's thread id is the owner's; 0: unknown */
+    _Atomic int64_t looked;         /* when a rank last asked the kernel whether the owner dumps core */
     _Alignas(64) struct cpu_usage cpu;
 };
 

@@ -1,4 +1,4 @@
-/* Memory that ranks share: mappings, their pages, and the NUMA nodes of those. */
+/* Memory that ranks share: maps it, reserves its pages, and chooses their NUMA node. */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -24,7 +24,7 @@ static PyObject *unmap(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     long long bytes;
     if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return NULL;
-    cores_forget((const char *)(uintptr_t)address, bytes); /* before it is gone */
+    cores_forget((const char *)(uintptr_t)address, bytes); /* before the memory is gone */
     if (munmap((void *)(uintptr_t)address, (size_t)bytes)) return PyErr_SetFromErrno(PyExc_OSError);
     isolate_forget((const char *)(uintptr_t)address, bytes);
     Py_RETURN_NONE;
@@ -54,8 +54,8 @@ static PyObject *prefer_node(PyObject *Py_UNUSED(self), PyObject *args) {
         syscall(SYS_mbind, (void *)(uintptr_t)address, (size_t)bytes, MPOL_PREFERRED, mask, NODES, 0) == 0);
 }
 
-/* Make sure that pages exist (create != 0), so that running out of memory is an error here and not a signal later;
- * or give them back to the kernel. */
+/* Makes pages exist (create != 0), so that running out of memory is an error here and not a signal later; or gives them
+ * back to the kernel. */
 static PyObject *set_pages(PyObject *Py_UNUSED(self), PyObject *args) {
     int fd, create, failed;
     long long offset, bytes;

@@ -17,13 +17,13 @@
 #define PAGES 4        /* copied side by side */
 #define RUN (4 * LINE) /* of each in turn */
 #define USUAL_CACHE ((long)32 << 20)
-/* A virtual machine sees its host's whole cache, but has only a part of it. */
+/* At most, since a virtual machine sees its host's whole cache, but has only a part of it. */
 #define MOST_CACHE ((long)96 << 20)
 
 typedef void copy_function(char *dst, const char *src, size_t lines);
 
 static copy_function *copy_lines;     /* with the widest stores; NULL: no such stores pay here */
-static uint64_t nt_from = UINT64_MAX; /* bytes from which on they pay */
+static uint64_t nt_from = UINT64_MAX; /* the size from which they pay */
 
 static uint64_t last_cache(void) {
     long bytes = 0;
@@ -35,9 +35,9 @@ static uint64_t last_cache(void) {
 }
 
 #if defined(__x86_64__)
-/* Non-temporal stores are weakly ordered: hence the fences. Lines written by narrower stores, of 16 bytes, are often
- * sent to memory in parts: a broadcast of 64 MiB to one rank took 10 % longer. Four pages side by side
- * keep more of memory busy: 5 to 8 % less time on 2 cores; on 16, no difference that shows. */
+/* Non-temporal stores are weakly ordered: hence the fences. Lines written by narrower stores, of 16 bytes, often reach
+ * memory in parts: a broadcast of 64 MiB to one rank took 10 % longer. Four pages side by side keep more of memory
+ * busy: 5 to 8 % less time on 2 cores; on 16, no difference that shows. */
 __attribute__((target("avx512f"))) static void copy_lines_avx512(char *dst, const char *src, size_t lines) {
     for (; lines >= PAGES * PAGE / LINE; lines -= PAGES * PAGE / LINE, dst += PAGES * PAGE, src += PAGES * PAGE)
         for (size_t run = 0; run < PAGE; run += RUN)

@@ -1,6 +1,6 @@
-/* Copies too large for the caches use non-temporal stores, where the CPU has them: an ordinary store first reads the
- * line that it replaces, a third of what a copy moves. Reductions use ordinary ones: with 16 ranks and 64 MiB,
- * non-temporal stores of their results took 1.1 to 1.9 times as long. */
+/* Copies too large for the caches use non-temporal stores, if the CPU has them: an ordinary store first reads the line
+ * that it replaces, a third of what a copy moves. Reductions use ordinary stores: with 16 ranks and 64 MiB,
+ * non-temporal stores of results took 1.1 to 1.9 times as long. */
 #pragma once
 
 #include <stdbool.h>

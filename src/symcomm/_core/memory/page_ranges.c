@@ -3,7 +3,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#define LOOKS 16 /* ranges of the smallest bin that may be large enough, looked at for one that is */
+#define LOOKS 16 /* how many ranges of the smallest possible bin are tried */
 
 bool page_ranges_open(struct page_ranges *r, uint32_t count) {
     memset(r, 0, sizeof *r);
@@ -53,7 +53,7 @@ static uint32_t first_filled(const struct page_ranges *r, int k, int from) {
     return 0;
 }
 
-/* All ranges of a larger bin are large enough; of the bin of its own size some may be. */
+/* Ranges of larger bins are all large enough; of those in the size's own bin, some may be. */
 static uint32_t find_range(const struct page_ranges *r, int k, uint32_t pages) {
     int b = bin_of(pages), looks = LOOKS;
     for (uint32_t at = r->bin[k][b]; at && looks; at = r->page[at].next, looks--)
@@ -61,7 +61,7 @@ static uint32_t find_range(const struct page_ranges *r, int k, uint32_t pages) {
     return b + 1 < BINS ? first_filled(r, k, b + 1) : 0;
 }
 
-/* The last page says so, too: when the range behind it is freed, that looks there. */
+/* Marks the last page as well: freeing the next range looks at it. */
 static void mark_used(struct page_ranges *r, uint32_t first, uint32_t pages, uint32_t stamp) {
     r->page[first + pages - 1].state = USED;
     r->page[first] = (struct page){.pages = pages, .stamp = stamp, .state = USED};

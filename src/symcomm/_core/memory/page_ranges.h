@@ -1,7 +1,8 @@
-/* Which pages of a stretch of memory are in use: plain bookkeeping, which touches no page and takes no lock.
+/* Keeps account of which pages of a stretch of memory are in use. Touches no page and takes no lock.
  *
  * Free ranges are *kept* (their pages hold memory) or *clean* (they have been given back). Neighbours of one kind
- * merge. The first and the last page of a free range know its length, so merging costs the same however many there are.
+ * merge. The first and the last page of a free range know its length, so merging costs the same however many pages
+ * there are.
  */
 #pragma once
 
@@ -13,7 +14,7 @@ enum page_state { USED = 1, KEPT, CLEAN };
 struct page {
     uint32_t pages;      /* of the range that begins here; of a free range, also at its last page */
     uint32_t next, prev; /* in its bin; 0: none */
-    uint32_t stamp;      /* free: when it was freed; in use: the fork that it was made after */
+    uint32_t stamp;      /* free: when it was freed; in use: the last fork before it was made */
     uint8_t state;       /* right at the first and the last page of every range */
 };
 

@@ -1,4 +1,4 @@
-/* Moves bytes that another process may change or read meanwhile: every aligned word whole, in any order. */
+/* Moves bytes that another process may change or read meanwhile: each aligned word whole, in any order. */
 #pragma once
 
 #include <stdatomic.h>
@@ -8,7 +8,7 @@
 
 static inline int shared_is_word(const char *at, size_t left) { return left >= 8 && ((uintptr_t)at & 7) == 0; }
 
-/* Later loads do not see older values. */
+/* Loads; later loads do not see older values. */
 static inline void shared_load(void *to, const void *from, size_t n) {
     char *out = to;
     for (const char *at = from, *end = at + n; at < end;) {
@@ -23,7 +23,7 @@ static inline void shared_load(void *to, const void *from, size_t n) {
     atomic_thread_fence(memory_order_acquire);
 }
 
-/* Others see earlier stores first. */
+/* Stores; others see earlier stores first. */
 static inline void shared_store(void *to, const void *from, size_t n) {
     const char *in = from;
     atomic_thread_fence(memory_order_release);

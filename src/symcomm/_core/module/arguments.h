@@ -1,4 +1,4 @@
-/* Arguments of functions that Python calls. */
+/* Reads the arguments of functions that Python calls. */
 #pragma once
 
 #include "group/group.h"

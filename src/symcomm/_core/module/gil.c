@@ -14,12 +14,12 @@ static bool check_signals(struct caller *c) {
     return raised;
 }
 
-static PyObject *call_site_callable; /* the number of the site that calls us; with the interpreter lock */
+static PyObject *call_site_callable; /* returns the number of the calling site; used with the interpreter lock */
 
 static uint32_t find_site(struct caller *c) {
     gil_take_back(c);
     PyObject *callable = Py_XNewRef(call_site_callable);
-    /* If it raises, a signal handler did, and our caller passes that on. */
+    /* If it raises, it was a signal handler, and our caller passes the exception on. */
     PyObject *site = callable ? PyObject_CallNoArgs(callable) : NULL;
     uint32_t number = site ? (uint32_t)PyLong_AsUnsignedLong(site) : 0;
     Py_XDECREF(site);
@@ -28,9 +28,9 @@ static uint32_t find_site(struct caller *c) {
     return number;
 }
 
-static PyObject *long_wait_callable; /* told of waits that last; with the interpreter lock */
+static PyObject *long_wait_callable; /* reports long waits; used with the interpreter lock */
 
-/* As above, of what it raises. */
+/* If it raises: as above. */
 static int64_t tell(struct caller *c, const struct long_wait *w) {
     gil_take_back(c);
     PyObject *callable = Py_XNewRef(long_wait_callable), *pause = NULL;
@@ -69,7 +69,7 @@ static PyObject *ticks_to_ns(PyObject *Py_UNUSED(self), PyObject *arg) {
 }
 
 static PyMethodDef methods[] = {
-    METHOD(use_call_site_callback, METH_O, "(callable): asked for a site's number when a call has to sleep."),
+    METHOD(use_call_site_callback, METH_O, "(callable): returns a site's number, asked when a call has to sleep."),
     METHOD(use_long_wait_callback, METH_VARARGS,
            "(callable, seconds): called with (group, id, kind, missing, seconds, status) for each wait that lasts so "
            "long, gives the seconds until the next call; 0: none. Status -1: it goes on."),

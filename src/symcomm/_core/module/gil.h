@@ -1,4 +1,4 @@
-/* Gives up the interpreter lock around calls that may wait, and takes it back meanwhile to ask Python something. */
+/* Gives up the interpreter lock around calls that may wait, and takes it back to call Python meanwhile. */
 #pragma once
 
 #include "module/module.h"
@@ -7,7 +7,7 @@
 extern const struct caller_hooks python_caller;
 
 void gil_release(struct caller *c);
-/* False: the caller has it anyway. */
+/* False: the caller still has it. */
 static inline bool gil_take_back(struct caller *c) {
     if (c->lock_state == NULL) return false;
     PyEval_RestoreThread(c->lock_state);
@@ -27,8 +27,8 @@ static inline void gil_leave(struct caller *c) {
 }
 
 /* Runs a statement without the interpreter lock; its waits may take the lock to ask whether a signal handler raised.
- * `soon`: it is expected to end within microseconds, so the lock, whose release and return cost 0.13 us, is only given
- * up once it turns out that there is something to wait for. */
+ * `soon`: the statement should end within microseconds. Then the lock, whose release and return cost 0.13 us, is only
+ * given up once there is something to wait for. */
 #define WITHOUT_GIL_UNLESS(soon, statement) \
     do {                                    \
         struct caller gil_caller;           \

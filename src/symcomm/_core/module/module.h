@@ -1,4 +1,4 @@
-/* Shared by all files of the core. */
+/* What all files of the core that Python sees share: tables of functions and constants. */
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -9,21 +9,21 @@
 
 #include "os/clock.h"
 
-/* A row of a table of functions. Its help begins with its name; WORDS go on with the arguments. */
+/* A row of a table of functions. Its help is its name, followed by WORDS: arguments and result. */
 #define METHOD_AS(NAME, FUNCTION, FLAGS, WORDS) {#NAME, (PyCFunction)(void (*)(void))FUNCTION, FLAGS, #NAME WORDS}
 #define METHOD(NAME, FLAGS, WORDS) METHOD_AS(NAME, NAME, FLAGS, WORDS)
 
-/* Numbers that Python shares: NULL ends the list. */
+/* Numbers for Python; NULL ends the list. */
 struct constant {
     const char *name;
     long value;
 };
 #define CONSTANT(NAME) {#NAME, NAME}
 
-/* Adds what a part has, either of them or NULL: returns 0, or -1 with an exception set. */
+/* Adds a part's methods and constants, either of which may be NULL. Returns 0, or -1 with an exception set. */
 int symcomm_add_part(PyObject *module, PyMethodDef *methods, const struct constant *constants);
 
-/* Keeps `object` in a variable, instead of what was there. */
+/* Keeps `object` in a variable, in place of what was there. */
 static inline void replace_kept(PyObject **variable, PyObject *object) {
     PyObject *before = *variable;
     *variable = Py_NewRef(object);

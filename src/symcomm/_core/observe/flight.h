@@ -1,5 +1,5 @@
-/* The flight recorder: a ring of a rank's last operations, in its arena, so that others can read it even when the rank
- * is stuck or dead. symcomm/memory/flight.py lays it out and reads it. */
+/* The flight recorder: a ring of a rank's last operations, in its arena, where others can read it even if the rank is
+ * stuck or dead. symcomm/memory/flight.py lays it out and reads it. */
 #pragma once
 
 #include <stdatomic.h>
@@ -7,30 +7,30 @@
 
 #include "os/clock.h"
 
-/* How the bytes travelled; the bits above say how the call was carried out. */
+/* How the bytes travelled; the bits above (enum flight_way) say how the call was run. */
 enum flight_path {
     FLIGHT_STAGED,
     FLIGHT_DIRECT,
     FLIGHT_MESSAGE,
     FLIGHT_ATTACHED,
     FLIGHT_ATTACHED_MESSAGE = FLIGHT_MESSAGE | 4,
-    FLIGHT_ORDINARY_HERE = 8, /* staged for want of symmetric tensors: this rank's, or only a peer's */
+    FLIGHT_ORDINARY_HERE = 8, /* staged, since this rank's tensors were not symmetric, or only a peer's */
     FLIGHT_ORDINARY_THERE,
     FLIGHT_PATHS = 0x0f
 };
 enum flight_way {
-    FLIGHT_SLOW_PATH = 0x10, /* Python looked at the tensors and found the plan; otherwise the core did */
+    FLIGHT_SLOW_PATH = 0x10, /* Python checked the tensors and found the plan; otherwise the core did */
     FLIGHT_QUEUED = 0x20,    /* the group's own thread ran it, or (messages) was there to; otherwise the caller's */
 };
 
 struct flight_entry {           /* one cache line; times in ticks */
-    _Atomic uint64_t number;    /* of the operation among all this rank's, from 1; 0: being written */
+    _Atomic uint64_t number;    /* of the operation among all of this rank's, from 1; 0: being written */
     _Atomic uint64_t seq;       /* in its group; of messages, per group and direction */
     _Atomic uint64_t signature; /* collective, dtype, operation, root; of a message: direction, dtype, -, peer */
     _Atomic uint64_t count;     /* elements as the ranks compare them; of a message: bytes */
     _Atomic uint64_t created;
     _Atomic uint64_t finished; /* 0: not yet */
-    /* Microseconds that the caller waited until all had come, beyond the first looks; 0: less than 100. */
+    /* Microseconds that the caller waited for all to arrive, after the first looks; 0: less than 100. */
     _Atomic uint32_t waited;
     _Atomic uint32_t site;      /* where the call was made: a number in the table of sites, 0: not known */
     _Atomic uint32_t group;     /* which group: a number in the table of groups */
@@ -47,7 +47,7 @@ struct flight {
     struct flight_entry entries[];
 };
 
-/* The facts of an operation that are known when it begins; see struct flight_entry. */
+/* What is known of an operation when it begins; see struct flight_entry. */
 struct flight_facts {
     uint64_t seq, signature, count, created;
     uint32_t site, group;
@@ -96,12 +96,12 @@ static inline void flight_add_path(struct flight_entry *e, int path) {
     atomic_store_explicit(&e->path, (uint8_t)(before | path), memory_order_relaxed);
 }
 
-/* The same, unless another operation has its place now. */
+/* The same, unless another operation has taken the entry's place. */
 static inline void flight_add_path_of(struct flight_entry *e, uint64_t number, int path) {
     if (e && atomic_load_explicit(&e->number, memory_order_relaxed) == number) flight_add_path(e, path);
 }
 
-/* Notes that the operation has ended, unless so many were recorded since that another one has its place now. */
+/* Notes that the operation has ended, unless so many came since that another has taken the entry's place. */
 static inline void flight_end(struct flight_entry *e, uint64_t number, int status) {
     if (e == NULL || atomic_load_explicit(&e->number, memory_order_relaxed) != number) return;
     atomic_store_explicit(&e->status, (uint8_t)status, memory_order_relaxed);

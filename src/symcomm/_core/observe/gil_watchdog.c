@@ -1,4 +1,4 @@
-/* Notices that nobody can get Python's interpreter lock, and says so: Python itself would need the lock for that.
+/* Notices that no thread can get Python's interpreter lock, and says so. Python could not: it would need the lock.
  *
  * A Python thread "beats" now and then, which needs the lock. A thread here, which never takes it, looks at the time of
  * the last beat. If that is too long ago it writes one sentence to a descriptor and into memory that peers can read. */
@@ -22,8 +22,8 @@ struct thread {
     char name[NAME];
 };
 
-/* Where peers read what is wrong: the text counts while its length is not 0. It is stored as words, since a peer may
- * read it just when it changes. */
+/* Where peers read what is wrong: the text counts while its length is not 0. It is stored word by word, since a peer
+ * may read while it changes. */
 enum { WORDS = NOTE / 8 - 1, TEXT = WORDS * 8 };
 struct note {
     _Atomic uint64_t length;
@@ -38,7 +38,7 @@ static void write_note(struct note *note, const char *text, size_t length) {
 }
 
 struct gil_watchdog {
-    _Atomic int64_t beat; /* when the lock was last had */
+    _Atomic int64_t beat; /* when a thread last got the lock */
     _Atomic uint32_t stop;
     int64_t limit;
     int fd;
@@ -66,7 +66,7 @@ static const char *name_of_call(long number) {
 }
 /* clang-format on */
 
-/* What a thread does, by the kernel: -1: it runs; -2: not known; else the number of its system call. */
+/* What the kernel says a thread does: -1: it runs; -2: not known; else the number of its system call. */
 static long doing_of(int32_t tid) {
     char path[64], text[64];
     snprintf(path, sizeof path, "/proc/self/task/%d/syscall", tid);
@@ -74,8 +74,8 @@ static long doing_of(int32_t tid) {
     return strncmp(text, "running", 7) == 0 ? -1 : strtol(text, NULL, 10);
 }
 
-/* The thread that most likely has the lock. Threads that want the lock wait on a futex, so it is one that runs, or else
- * the first in another system call. Returns its place, or -1 when all wait on futexes; *doing is what it does. */
+/* Finds the thread that most likely has the lock. Threads that want it wait on a futex, so it is one that runs, or else
+ * the first in another system call. Returns its place, or -1 if all wait on futexes; *doing says what it does. */
 static int likely_holder(const struct gil_watchdog *w, long *doing) {
     int best = -1;
     for (int i = 0; i < w->count; i++) {
@@ -133,7 +133,7 @@ static void report_end(struct gil_watchdog *w, int64_t age) {
 
 static void *watch(void *argument) {
     struct gil_watchdog *w = argument;
-    int64_t stalled_at = 0; /* the beat that was the last for too long */
+    int64_t stalled_at = 0; /* the last beat before a stall; 0: none */
     while (!atomic_load(&w->stop)) {
         futex_wait(&w->stop, 0, w->limit / 4);
         int64_t beat = atomic_load(&w->beat), now = symcomm_now_ns();

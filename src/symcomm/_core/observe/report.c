@@ -31,8 +31,8 @@ static struct rank_facts look_at(const struct visit *v, int r) {
     };
 }
 
-/* A group that was left looks as if every rank had left it, or died. No Python objects are made during the visit: that
- * may run finalizers, and a rank that leaves would wait for these. */
+/* Looks at a group; one that was left looks as if every rank had left or died. Makes no Python objects during the
+ * visit: that may run finalizers, for which a rank that leaves would wait. */
 static void look_at_all(struct group *g, struct group_facts *facts) {
     struct visit visit;
     visit_begin(&visit, g);
@@ -93,7 +93,7 @@ static PyObject *ways(PyObject *self, PyObject *Py_UNUSED(none)) {
                          "puts", as_dict(&g->puts));
 }
 
-/* Whether this rank is the one that tells of long waits in an operation: the first that asks. */
+/* Whether this rank reports long waits in an operation: the first rank that asks does. */
 static PyObject *tells(PyObject *self, PyObject *arg) {
     struct group *g = group_of(self);
     uint64_t seq = PyLong_AsUnsignedLongLong(arg) + (uint64_t)atomic_load(&g->unnumbered),

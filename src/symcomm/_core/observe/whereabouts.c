@@ -14,7 +14,7 @@ enum { MOST_TEXT = WHEREABOUTS_BYTES - sizeof(struct whereabouts) };
 struct answering {
     struct whereabouts *place;
     _Atomic int references; /* of the arena, and of the thread */
-    _Atomic bool busy;      /* a thread is about to answer, or does */
+    _Atomic bool busy;      /* a thread answers, or is about to */
     bool ended;             /* with the interpreter lock held, as the next one */
 };
 
@@ -55,12 +55,12 @@ static uint32_t look_up(struct answering *a) {
 
 static void *answer(void *argument) {
     struct answering *a = argument;
-    PyGILState_STATE state = PyGILState_Ensure(); /* where the interpreter ends, this thread does */
+    PyGILState_STATE state = PyGILState_Ensure(); /* if the interpreter is ending, the thread ends here */
     uint32_t number = 0;
     do {
         if (may_answer(a)) number = look_up(a);
         atomic_store(&a->busy, false);
-        /* Whoever asked meanwhile found this thread busy. */
+        /* Those who asked meanwhile found this thread busy. */
     } while (may_answer(a) && atomic_load(&a->place->asked) != number && !atomic_exchange(&a->busy, true));
     PyGILState_Release(state);
     release(a);
@@ -142,7 +142,7 @@ static PyObject *read_whereabouts(PyObject *Py_UNUSED(self), PyObject *args) {
 
 static PyMethodDef functions[] = {
     METHOD(use_whereabouts_callback, METH_O, "(callable): given a place, says in bytes where the rank is."),
-    METHOD(refuse_whereabouts, METH_NOARGS, "(): the interpreter ends; nobody is answered any more."),
+    METHOD(refuse_whereabouts, METH_NOARGS, "(): the interpreter ends; no question is answered any more."),
     METHOD(ask_whereabouts, METH_O, "(place) -> the number of the question"),
     METHOD(wake_whereabouts, METH_O, "(place): the number there was raised by other means."),
     METHOD(read_whereabouts, METH_VARARGS, "(place, number) -> bytes, or None while there is no answer"),

@@ -1,8 +1,8 @@
 /* Signal pads: words of symmetric memory by which ranks tell each other "done".
  *
  * A signal is a word that goes from 0 to 1 (put) and back (wait). Word `world * channel + source` of the destination's
- * pad belongs to one pair of ranks on one channel, so nobody else touches it. A put waits until the previous signal was
- * taken. Behind the words, at `pad_bytes`, one more counts the threads that sleep on this pad: if there are none, a put
+ * pad belongs to one pair of ranks on one channel; no other rank touches it. A put waits until the previous signal was
+ * taken. Behind the words, at `pad_bytes`, another word counts the threads that sleep on this pad: if it is 0, a put
  * need not enter the kernel. Words that are written by other means are seen within a slice.
  *
  * Windows (onesided/window.c) count: a signal adds one to the word, at once, and a wait takes one away. */
@@ -19,7 +19,7 @@ struct signal {
     _Atomic uint32_t *word;
     _Atomic uint32_t *sleepers; /* of the pad the word lies in */
     uint32_t from, to;          /* what the word must be, and what it becomes */
-    bool counted;               /* instead: the word must not be 0, and becomes one less */
+    bool counted;               /* instead of those two: the word must not be 0, and becomes one less */
 };
 
 static struct signal signal_at(char *pad, int64_t pad_bytes, int64_t slot, bool put) {
@@ -84,7 +84,7 @@ static int give_up(struct wait *w, int status, int culprit) {
 static const struct wait_kind for_signal = {
     .is_over = is_over, .publish = publish, .find_gone = find_gone, .give_up = give_up, .what = WAITS_FOR_SIGNAL};
 
-/* Flips the word when it is our turn, and wakes whoever waits for that. */
+/* Flips the word when it is our turn, and wakes those who wait for that. */
 static int await_flip(const struct visit *v, const struct signal *s, int peer, int64_t deadline) {
     struct signal_wait w = {
         .wait = {.kind = &for_signal,
@@ -99,7 +99,7 @@ static int await_flip(const struct visit *v, const struct signal *s, int peer, i
     bool done = false;
     for (int i = 0, looks = spins_now(v->group); i < looks && !(done = flip(s)); i++) cpu_relax();
     if (!done) status = wait_loop(&w.wait);
-    if (status == STATUS_OK && !s->counted) wake(s); /* nobody waits for a count to fall */
+    if (status == STATUS_OK && !s->counted) wake(s); /* no thread waits for a count to fall */
     return status;
 }
 

@@ -1,4 +1,5 @@
-/* One-sided windows: a piece of every rank's memory that the others write to, and a count of signals for each pair.
+/* One-sided windows: a piece of each rank's memory that the others write to, and a count of signals for each pair of
+ * ranks.
  *
  * A put is one copy into the peer's memory. A signal after it has release order, the wait that takes it acquire order,
  * so a rank that took a signal sees all that its sender put before. */
@@ -17,7 +18,7 @@ struct segment { /* of one rank */
     char *address;
     int64_t count; /* elements */
     int dtype;
-    char *words; /* one for each sender, and behind them the sleepers' */
+    char *words; /* one for each sender, then the sleepers' */
 };
 
 struct window {
@@ -36,7 +37,7 @@ static void drop_window(PyObject *capsule) {
     PyMem_Free(w);
 }
 
-/* Tells autograd that this rank's tensor holds what was put. */
+/* Tells autograd that this rank's tensor has changed. */
 static void note_change(const struct window *w) {
     PyObject *tensor = PyObject_CallNoArgs(w->tensor);
     if (tensor) tensors_change(tensor);
@@ -92,8 +93,8 @@ static int unreachable(const struct visit *v, int peer) {
     return status || peer == v->group->rank ? status : sync_marked_gone(v, peer);
 }
 
-/* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more. A thread
- * that was stopped here may go on much later; its write is then lost, which it learns by looking once more. */
+/* A rank that leaves, or whose group fails, keeps its window's memory until no peer can be in here any more. A thread
+ * that was stopped here may go on much later. Its write is lost then, which it learns by looking again. */
 static int write_segment(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
     struct visit visit;
     if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;

@@ -1,4 +1,4 @@
-/* The rate of the tick counter follows from how far both clocks have come since the module was loaded. */
+/* Converts ticks to nanoseconds. Their rate follows from how far both clocks have come since the module was loaded. */
 #include "os/clock.h"
 
 static uint64_t first_ticks;

@@ -10,7 +10,7 @@ static inline int64_t symcomm_now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Processes of one host can compare these, if all cores of the processor share the counter. */
+/* Processes of one host can compare ticks, if all cores share the counter. */
 static inline uint64_t symcomm_ticks(void) {
 #if defined(__x86_64__)
     return __builtin_ia32_rdtsc();

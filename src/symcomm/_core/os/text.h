@@ -1,4 +1,4 @@
-/* Small files of the kernel's, such as those under /proc, as strings. */
+/* Reads small files of the kernel's, such as those under /proc. */
 #pragma once
 
 #include <fcntl.h>
@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <unistd.h>
 
-/* Reads as much as fits into `text`. False: there is no such file, or nothing in it. */
+/* Reads as much as fits into `text`. False: there is no such file, or it is empty. */
 static inline bool read_text(const char *path, char *text, size_t size) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return false;

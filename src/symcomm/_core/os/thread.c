@@ -20,7 +20,7 @@ int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *
     sigfillset(&all);
     error = pthread_attr_setstacksize(&attributes, stack_bytes);
     if (!error) {
-        pthread_sigmask(SIG_SETMASK, &all, &before); /* a new thread has its creator's */
+        pthread_sigmask(SIG_SETMASK, &all, &before); /* a new thread inherits its creator's mask */
         error = pthread_create(thread, &attributes, run, argument);
         pthread_sigmask(SIG_SETMASK, &before, NULL);
     }
@@ -45,7 +45,7 @@ void thread_wait_until(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t
 
 int thread_id(void) { return (int)syscall(SYS_gettid); }
 
-/* Whether /proc belongs to a pid namespace around this process's own: it then lists one pid for each namespace. */
+/* Whether /proc belongs to a pid namespace around this process's own: then it lists one pid for each namespace. */
 static bool proc_is_further_out(void) {
     char text[8192];
     const char *numbers = read_text("/proc/self/status", text, sizeof text) ? strstr(text, "\nNSpid:\t") : NULL;

@@ -7,10 +7,9 @@
 #include <stdint.h>
 
 #define THREAD_STACK ((size_t)1 << 20)        /* of a thread that only runs the core */
-#define THREAD_STACK_PYTHON ((size_t)8 << 20) /* of one that calls back into Python: as much as Python's own have */
+#define THREAD_STACK_PYTHON ((size_t)8 << 20) /* of one that calls Python: as much as Python's own threads have */
 
-/* For thread-local variables that several files of this library use: a function finds all of them by asking the linker
- * once. */
+/* For thread-local variables that several files use: a function asks the linker once for all of them. */
 #define THREAD_LOCAL _Thread_local __attribute__((tls_model("local-dynamic")))
 
 /* name: at most 15 characters, for ps, top and debuggers. 0, or an errno: no thread was started. */
@@ -26,6 +25,6 @@ void thread_wait_until(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t
 int thread_id(void);
 /* The inode of this process's pid namespace; 0 when /proc is not there, or belongs to another one. */
 uint64_t thread_namespace(void);
-/* Whether a thread, of any process, is stopped or gone, and so in no system call. A thread that is frozen with its
- * control group does not count as stopped. */
+/* Whether a thread, of any process, is stopped or gone, and so in no system call. One frozen with its control group
+ * does not count as stopped. */
 bool thread_is_stopped(int id);

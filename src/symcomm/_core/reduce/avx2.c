@@ -8,7 +8,7 @@
 #include <immintrin.h>
 
 static int supported(void) {
-    unsigned eax, ebx, ecx, edx; /* GCC 10 and older cannot be asked for F16C by name */
+    unsigned eax, ebx, ecx, edx; /* GCC 10 and older do not know F16C by name */
     return __builtin_cpu_supports("avx2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
 

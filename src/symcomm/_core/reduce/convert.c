@@ -1,4 +1,5 @@
-/* 8 and 16-bit floats to float32 and back: partial sums of them that are added to elsewhere, and rounded at the end. */
+/* Converts 8 and 16-bit floats to float32 and back, for partial sums that are completed elsewhere and rounded at the
+ * end. */
 #include "reduce/target.h"
 
 #include "module/module.h"
@@ -16,7 +17,7 @@ SYMCOMM_INLINE words bfloat16_rounded(floats value) {
     return (words)pick_ints(is_nan, (ints){0} + 0x7fc0, (ints)rounded);
 }
 
-/* Narrowing may be in place: it reads ahead of where it writes. What does not fill a vector is filled up with zeros. */
+/* Narrowing may be in place: it reads ahead of where it writes. The last vector is filled up with zeros. */
 #define CONVERSIONS(T, SIZE, DECODE, ENCODE)                                    \
     static void T##_widen(char *to, const char *from, size_t count) {           \
         for (size_t i = 0; i < count; i += LANES) {                             \

@@ -1,7 +1,7 @@
 /* 16-bit and 8-bit floats to and from float32, a vector at a time.
  *
  * Every encoder rounds to nearest, ties to even, and agrees with torch's `.to(dtype)` on all values; the payload
- * of a NaN is not specified. Rounding to nearest must be the CPU's mode, as it is unless somebody changed it. */
+ * of a NaN is not specified. The CPU must be in its default mode, rounding to nearest. */
 #pragma once
 
 #include "reduce/vectors.h"
@@ -41,8 +41,8 @@ SYMCOMM_INLINE float32_quad bfloat16_load(const char *from) {
                           (floats)(high & 0xffff0000)};
 }
 /* Rounds in 16-bit halves, of which a vector holds twice as many: up if the lower half is more than half of the last
- * place, or just half of an odd one. A NaN stays one: its lower half is 0, whether it came from a source, from
- * arithmetic or from the factor (symcomm_reduce sees to that), so nothing is added to its upper half. */
+ * place, or exactly half of an odd one. A NaN stays one: its lower half is 0, whether it comes from a source, from
+ * arithmetic or from the factor (symcomm_reduce() sees to that), so nothing is added to its upper half. */
 SYMCOMM_INLINE words bfloat16_encode(floats even, floats odd) {
     halves upper = upper_halves((words)even, (words)odd), lower = lower_halves((words)even, (words)odd);
     return (words)(upper + (subtract_saturating(lower, ~upper & 1) >> 15));
@@ -55,7 +55,7 @@ SYMCOMM_INLINE void bfloat16_store(char *to, float32_quad q) {
     put_words(to, 1, bfloat16_encode(q.v2, q.v3));
 }
 
-/* Where nothing has to be rounded, since results are elements of the sources. */
+/* For results that are elements of the sources, and need no rounding. */
 SYMCOMM_INLINE float32_quad bfloat16_exact_load(const char *from) { return bfloat16_load(from); }
 SYMCOMM_INLINE void bfloat16_exact_store(char *to, float32_quad q) {
     put_words(to, 0, bfloat16_cut(q.v0, q.v1));
@@ -100,7 +100,7 @@ SYMCOMM_INLINE floats small_float_decode(words code, const struct small_float fo
     const float step = float_of((uint32_t)(127 + 1 - format.bias - format.mantissa) << 23);
     ints subnormal = (ints)(__builtin_convertvector(magnitude, floats) * step);
     words bits = (words)pick_ints((ints)(magnitude >= 1 << format.mantissa), normal, subnormal);
-    /* An exponent of ones makes infinity of it where the mantissa has no bits, else NaN. */
+    /* An exponent of ones means infinity if the mantissa has no bits, else NaN. */
     if (format.has_infinity) bits |= (words)(magnitude >= format.overflow) & FLOAT32_INFINITY;
     else if (format.unsigned_zero) bits |= (words)(code == sign_bit) & FLOAT32_NAN;
     else bits |= (words)(magnitude > format.overflow) & FLOAT32_NAN;
@@ -114,7 +114,7 @@ SYMCOMM_INLINE words small_float_encode(floats value, const struct small_float f
     words odd = absolute >> shift & 1;
     ints normal = (ints)(((absolute + odd + ((1u << (shift - 1)) - 1)) >> shift) -
                          ((uint32_t)(127 - format.bias) << format.mantissa));
-    /* Added to this, a subnormal's last place is the float32's, so that the addition itself rounds. */
+    /* Added to this, a subnormal's last place is the float32's last place, so that the addition itself rounds. */
     const uint32_t aligner = (uint32_t)(127 + 1 - format.bias - format.mantissa + 23) << 23;
     ints subnormal = (ints)((floats)absolute + float_of(aligner)) - (int32_t)aligner;
     const int32_t smallest_normal = (127 + 1 - format.bias) << 23;
@@ -179,7 +179,7 @@ SYMCOMM_INLINE void float16_store(char *to, float32_quad q) {
 
 /* --- float8 -------------------------------------------------------------------------------------------------- */
 
-/* Four elements a word. Functions of their own: so long that a call does not matter, and kernels have many of them. */
+/* Four elements a word. They are functions, since kernels use them often and they are too long for a call to matter. */
 #define FLOAT8_FORMAT(T)                                                                                               \
     SMALL_FORMAT(T, 1)                                                                                                 \
     SYMCOMM_CALLED float32_quad T##_load(const char *from) {                                                           \

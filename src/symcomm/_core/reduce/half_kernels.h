@@ -1,10 +1,10 @@
-/* Kernels of 16-bit floats, for which CPUs have instructions of their own more often than for others. */
+/* Kernels of 16-bit floats, for which more CPUs have instructions of their own than for other small formats. */
 #pragma once
 
 #include "reduce/float_formats.h"
 #include "reduce/vectors.h"
 
-/* clang-format is off where it would take products of macro arguments for pointers, or spread out tables. */
+/* clang-format is off where it would take products of macro arguments for pointers, or spread tables out. */
 
 /* All operations on a type of floats. FORMAT rounds results, EXACT takes results that are elements of the sources;
  * k, of type K, is the number of sources to `avg`, its inverse to `mean` and the factor to `premul_sum`. */
@@ -40,9 +40,9 @@ ORDER_KERNELS(float16, float16, FEW_PADDED)
 
 /* --- arithmetic on float16 itself, where the CPU has it ------------------------------------------------------ */
 
-/* One operation on two float16 has the same bits in float16 as in float32 rounded to float16: a result that is rounded
- * twice is as good as rounded once when the first has at least twice the bits and two more (24 = 2 * 11 + 2). Three
- * sources take two operations, and those are rounded but once, so they stay in float32. */
+/* One operation on two float16 gives the same bits in float16 as in float32 rounded to float16: rounding twice gives
+ * the same as rounding once if the first result has at least twice the bits and two more (24 = 2 * 11 + 2). Three
+ * sources take two operations with one rounding at the end, so they stay in float32. */
 typedef float16x8_t native_vector;
 typedef struct {
     float16x8_t v0, v1, v2, v3;
@@ -54,13 +54,13 @@ SYMCOMM_INLINE native_vector pick_native(halves mask, native_vector yes, native_
     return (native_vector)pick_ints((ints)mask, (ints)yes, (ints)no);
 }
 
-/* b where it comes first or is no number, else a. */
+/* b if it comes first or is a NaN, else a. */
 SYMCOMM_INLINE native_vector native_order(uint16x8_t b_first, native_vector a, native_vector b) {
     return pick_native((halves)vornq_u16(b_first, vceqq_f16(b, b)), b, a);
 }
 
-/* Halving a sum is exact: one that becomes subnormal was not rounded. A sum that overflows is taken of halves, which
- * are exact, since both terms are large. */
+/* Halving a sum is exact: a sum so small that its half is subnormal was not rounded. If the sum overflows, the terms
+ * are halved first, which is exact since both are large. */
 SYMCOMM_INLINE native_vector native_mean_of(native_vector a, native_vector b) {
     const native_vector half = (native_vector)(halves){0x3800, 0x3800, 0x3800, 0x3800, 0x3800, 0x3800, 0x3800, 0x3800};
     native_vector sum = a + b;

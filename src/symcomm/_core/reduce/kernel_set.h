@@ -1,9 +1,9 @@
-/* One set of reduction kernels, for the instruction set that the including file has chosen: written once as macros and
- * stamped out per element type and operation.
+/* One set of reduction kernels, for the instruction set that the including file has chosen. They are macros, written
+ * once and expanded for each element type and operation.
  *
  * What each operation means:
  *   integers   arithmetic wraps around, as torch's; AVG divides the wrapped sum, toward zero;
- *              PREMUL_SUM multiplies by the factor made an integer (toward zero, then wrapped)
+ *              PREMUL_SUM multiplies by the factor as an integer (toward zero, then wrapped)
  *   bool       any nonzero byte is true and results are 0 or 1; SUM, MAX, BOR and AVG are "any", PRODUCT, MIN and BAND
  *              are "all", BXOR is "an odd number"; PREMUL_SUM is "any", or false when the factor is zero
  *   8 and 16-bit floats   become float32, are combined in float32 over all sources, and are rounded once at the end
@@ -11,7 +11,7 @@
  *   complex    componentwise but for PRODUCT, which is (ac - bd, ad + bc)
  *   MIN, MAX   a NaN in any source gives NaN; of equal values (0.0 and -0.0) the earliest source's is kept
  *
- * All CPUs and all instruction sets give the same bits (but for the payload of a NaN), wherever count is cut. */
+ * All CPUs and instruction sets give the same bits (except the payload of a NaN), however count is split. */
 #include "reduce/float_formats.h"
 #include "reduce/half_kernels.h"
 #include "reduce/vectors.h"
@@ -38,7 +38,7 @@ typedef int64_t int64_stored ANYWHERE;
 typedef float float32_stored ANYWHERE;
 typedef double float64_stored ANYWHERE;
 
-/* Keeps the compiler from merging passes over a block into one loop nest, which it then fails to vectorise. */
+/* Keeps the compiler from merging passes over a block into one loop nest, which it could not vectorise. */
 #define PASS_ENDS(BLOCK) __asm__ volatile("" : : "r"(BLOCK) : "memory")
 
 /* A kernel stores elements of type S, accumulates in type A and has a scalar k of type K. Its three expressions:
@@ -46,7 +46,7 @@ typedef double float64_stored ANYWHERE;
  *   FOLD  accumulator a combined with the next source's b
  *   OUT   what is stored for the final accumulator a
  * Up to three sources take one loop. More take passes over blocks: the first two or three, then two by two. That is no
- * tree, and gives its bits: integers do not care in which order they are combined. */
+ * tree, but gives its bits, since the order does not matter for integers. */
 #define KERNEL(NAME, S, A, K, SCALAR, IN, FOLD, OUT)                                                                   \
     SYMCOMM_INLINE A NAME##_in(S x, K k) {                                                                             \
         (void)k;                                                                                                       \
@@ -99,7 +99,7 @@ WRAPPING_KERNELS(uint16)
 WRAPPING_KERNELS(uint32)
 WRAPPING_KERNELS(uint64)
 
-/* Q is a type in which the quotient, cut to an integer, is right for every sum and up to 1024 sources. */
+/* Q is a type in which the quotient, truncated to an integer, is right for every sum of up to 1024 sources. */
 #define SIGN_AWARE_KERNELS(T, U, Q)                                        \
     KERNEL(T##_avg, T##_stored, U##_t, Q, real, x, a + b, (Q)(T##_t)a / k) \
     KERNEL(T##_min, T##_stored, T##_t, int, integer, x, b < a ? b : a, a)  \
@@ -114,7 +114,7 @@ SIGN_AWARE_KERNELS(int32, uint32, double)
 SIGN_AWARE_KERNELS(uint64, uint64, uint64_t)
 SIGN_AWARE_KERNELS(int64, uint64, int64_t)
 
-/* Bitwise operations do not care where an element ends. */
+/* Bitwise operations need not know where an element ends. */
 KERNEL(bytes_and, uint8_t, uint8_t, int, integer, x, a & b, a)
 KERNEL(bytes_or, uint8_t, uint8_t, int, integer, x, a | b, a)
 KERNEL(bytes_xor, uint8_t, uint8_t, int, integer, x, a ^ b, a)
@@ -145,7 +145,7 @@ typedef struct {
     float64_stored re, im;
 } complex128;
 
-/* A sum whose second term has its sign flipped, since GCC 12 fuses alternating - and + even when told not to. */
+/* Flips a sign. We subtract by adding this, since GCC 12 fuses alternating - and + even when told not to. */
 SYMCOMM_INLINE float negative_of_float32(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -159,7 +159,7 @@ SYMCOMM_INLINE double negative_of_float64(double value) {
     return value;
 }
 
-/* A tree whose every combination is a call for two; what waits is kept as in TREE, by pairs. */
+/* A tree in which each combination is a call for two sources. Sums wait as in TREE, by pairs. */
 #define PAIRWISE(NAME, TWO, T)                                                                                  \
     static void NAME(void *dst, const void *const *sources, int n, size_t count, struct reduce_scalar scalar) { \
         enum { BLOCK = SMALL_BLOCK / sizeof(T) };                                                               \

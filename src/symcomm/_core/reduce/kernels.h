@@ -6,7 +6,7 @@
 
 #include "reduce/types.h"
 
-/* The one number a kernel may need, as a real and as an integer; see the kernels for what it means to each. */
+/* The one number that a kernel may need, as a real and as an integer; each kernel says what it is. */
 struct reduce_scalar {
     double real;
     uint64_t integer;
@@ -30,7 +30,7 @@ struct reduce_type {
     struct reduce_entry ops[RED_KERNELS];
 };
 
-/* One table of DT_COUNT types per instruction set; NULL where this CPU cannot run it. */
+/* A table of DT_COUNT types for each instruction set; NULL if this CPU cannot run it. */
 enum { REDUCE_SETS = 3 }; /* at most, on any architecture */
 const struct reduce_type *symcomm_kernels_baseline(void);
 const struct reduce_type *symcomm_kernels_avx2(void);

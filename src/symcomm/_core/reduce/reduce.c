@@ -1,4 +1,4 @@
-/* Reductions: picks the kernel for an element type and operation; and the same for Python. */
+/* Reductions: picks the kernel for an element type and operation, for the core and for Python. */
 #include "module/module.h"
 
 #include <math.h>
@@ -13,7 +13,7 @@
 static struct {
     const char *name;
     struct reduce_type types[DT_COUNT];
-} sets[REDUCE_SETS]; /* those that this CPU can run; each has everything, its own or the one's before it */
+} sets[REDUCE_SETS]; /* the sets that this CPU can run; what one lacks, it has of the set before */
 static int n_sets, chosen;
 static const struct reduce_type *types; /* of the chosen set */
 
@@ -45,7 +45,7 @@ static void find_sets(void) {
 
 const char *symcomm_kernel_set(void) { return sets[chosen].name; }
 
-/* Returns 0, or -1 where this CPU has no such set. */
+/* Returns 0, or -1 if this CPU has no such set. */
 static int choose_set(const char *name) {
     for (int i = 0; i < n_sets; i++) {
         if (strcmp(sets[i].name, name)) continue;
@@ -64,7 +64,7 @@ static const struct reduce_entry *entry_of(int dtype, int op) {
     return entry->run == NULL ? NULL : entry;
 }
 
-/* Toward zero, then wrapped to 64 bits; what no 64-bit integer can hold becomes the nearest, and NaN zero. */
+/* Toward zero, then wrapped to 64 bits. What no 64-bit integer can hold becomes the nearest one; NaN becomes 0. */
 static uint64_t integer_of(double real) {
     if (real != real) return 0;
     if (real >= 0x1p64) return UINT64_MAX;
@@ -80,7 +80,7 @@ int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int
     const struct reduce_entry *entry = entry_of(dtype, op);
     if (entry == NULL || n_sources < 1 || n_sources > SYMCOMM_MAX_SOURCES) return -1;
     struct reduce_scalar scalar = {1, 1};
-    if (op == RED_PREMUL_SUM) { /* of all NaNs the one without a payload, see bfloat16_encode */
+    if (op == RED_PREMUL_SUM) { /* a NaN without a payload, see bfloat16_encode() */
         scalar = (struct reduce_scalar){factor == factor ? factor : (double)NAN, integer_of(factor)};
     } else if (op == RED_AVG) {
         const uint64_t by = factor > 1 && factor < 0x1p53 ? (uint64_t)factor : (uint64_t)n_sources;
@@ -153,7 +153,7 @@ static PyObject *py_reduce(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Calls as short as a microsecond are timed in a row, here, where nothing else is between them. */
+/* Times calls that may be as short as a microsecond, in a row, with nothing in between. */
 static PyObject *py_time_reduce(PyObject *Py_UNUSED(self), PyObject *args) {
     int dtype, op;
     unsigned long long dst;
@@ -172,7 +172,7 @@ static PyObject *py_time_reduce(PyObject *Py_UNUSED(self), PyObject *args) {
     for (long i = 0; i < repeats; i++) {
         if (copy) memcpy((void *)(uintptr_t)dst, sources[0], (size_t)count);
         else symcomm_reduce(dtype, op, (void *)(uintptr_t)dst, sources, n_sources, (size_t)count, 0.5);
-        __asm__ volatile("" : : : "memory"); /* or the compiler might copy but once */
+        __asm__ volatile("" : : : "memory"); /* or the compiler might copy only once */
     }
     clock_gettime(CLOCK_MONOTONIC, &end);
     Py_END_ALLOW_THREADS;

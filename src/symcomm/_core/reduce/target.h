@@ -1,9 +1,9 @@
-/* How kernels are compiled, whatever the instruction set. Nothing else may come before this in a file of kernels. */
+/* How kernels are compiled, whatever the instruction set. Files of kernels include this first. */
 #pragma once
 
-/* A fused multiply-add rounds once where two instructions round twice: bits would depend on the CPU.
- * Assuming that no float traps lets choices between floats vectorise. Vectors are all that -O3 adds here: its other
- * loop transformations cost 40% more code and time to build, and gain nothing. */
+/* No fused multiply-add: it rounds once where two instructions round twice, so bits would depend on the CPU. No float
+ * traps: then choices between floats vectorise. Of -O3 only the vectorisers: its other loop transformations cost 40%
+ * more code and time to build, and gain nothing. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #pragma clang diagnostic ignored "-Wpass-failed" /* products of complex numbers stay scalar */
@@ -11,7 +11,7 @@
 #pragma GCC optimize("O2", "tree-loop-vectorize", "vect-cost-model=dynamic", "fp-contract=off", "no-trapping-math")
 #endif
 
-/* The functions in between may use these instructions: a string, as compilers name them. */
+/* Functions between TARGET_BEGIN and TARGET_END may use the instructions NAMES, a string of the compilers' names. */
 #define TARGET_PRAGMA(...) _Pragma(#__VA_ARGS__)
 #if defined(__clang__)
 #define TARGET_BEGIN(NAMES) TARGET_PRAGMA(clang attribute push(__attribute__((target(NAMES))), apply_to = function))

@@ -1,7 +1,7 @@
 /* Vectors as wide as the instruction set's registers, and kernels made of them.
  *
  * Included by one file per instruction set, which defines SYMCOMM_SET_AVX512, _AVX2, _FP16 or _BF16 where it is not the
- * baseline. The vector extensions of GCC and Clang do the arithmetic; intrinsics do what those cannot say. */
+ * baseline. The vector extensions of GCC and Clang do the arithmetic, intrinsics what these cannot express. */
 #pragma once
 
 #include <stddef.h>
@@ -34,8 +34,8 @@ typedef uint32_t words VECTOR;
 typedef uint16_t halves VECTOR;
 typedef int32_t ints VECTOR;
 
-/* How many bytes of each source a pass takes. The accumulators stay in the L1 cache at either size; small blocks let
- * the prefetcher see all sources as streams, until they are too many for it. Sum of float32 out of memory on a Neoverse
+/* How many bytes of each source a pass takes. The accumulators stay in the L1 cache at either size. With small blocks
+ * the prefetcher sees each source as a stream, unless there are too many. Sum of float32 out of memory on a Neoverse
  * N1: 8 sources run at 17 GB/s in blocks of 1 KiB and 12 in 4 KiB, 16 sources at 9 and 13. */
 enum { SMALL_BLOCK = 1024, LARGE_BLOCK = 4096, MANY_SOURCES = 9 };
 
@@ -53,7 +53,7 @@ SYMCOMM_INLINE ints pick_ints(ints mask, ints yes, ints no) {
 }
 
 /* Of two values the smaller or larger; of equal ones (0.0 and -0.0) `a`; NaN if either is one. */
-#if defined(__aarch64__) /* whose own minimum is right but for zeros */
+#if defined(__aarch64__) /* its own minimum is right except for zeros */
 #define ORDER_VECTORS(V, SUFFIX)                                                  \
     SYMCOMM_INLINE V lesser_##V(V a, V b) {                                       \
         return (V)pick_ints((ints)(a == b), (ints)a, (ints)vminq_##SUFFIX(a, b)); \
@@ -164,19 +164,19 @@ SYMCOMM_INLINE double float64_one_at(const char *from) {
 
 /* --- kernels ------------------------------------------------------------------------------------------------- */
 
-/* Sources are combined as a tree: the largest power of two below their number, combined, and the others, combined. So
- * every aligned power of two of them is a subtree. They come by fours; sums wait, the widest first, until as many
- * sources stand to their right: four number i completes as many of those sums as i has ones at its end. */
-enum { LEVELS = 8 }; /* the most sums that wait, of 1024 sources */
+/* Sources are combined as a tree: its left side is the largest power of two below their number, its right side the
+ * rest. So every aligned power of two of them is a subtree. They come by fours. A sum waits, the widest first, until as
+ * many sources stand to its right: the i-th four completes as many waiting sums as i has ones at its end. */
+enum { LEVELS = 8 }; /* the most sums that wait, for 1024 sources */
 #define COMPLETED(FOUR) __builtin_ctz(~(unsigned)(FOUR))
 
-/* Makes A a of n > 0 sources. READ: what source i brings. */
+/* Combines n > 0 sources into a, of type A. READ: source i. */
 #define TREE(A, a, n, READ, FOLD)                                                             \
     A a;                                                                                      \
     {                                                                                         \
         int i = 0;                                                                            \
         a = READ;                                                                             \
-        if (n <= 3) /* whose tree is a row */                                                 \
+        if (n <= 3) /* their tree is a row */                                                 \
             for (i = 1; i < n; i++) a = FOLD(a, READ);                                        \
         else {                                                                                \
             A waiting[LEVELS], b;                                                             \
@@ -199,7 +199,7 @@ enum { LEVELS = 8 }; /* the most sums that wait, of 1024 sources */
         }                                                                                     \
     }
 
-/* Less than a unit, vector by vector and then one by one: for formats that are computed with as they lie in memory. */
+/* Less than a unit, vector by vector, then one by one: for formats that need no conversion. */
 #define FEW_ONE_BY_ONE(NAME, T, K, IN, FOLD, OUT)                                                 \
     SYMCOMM_INLINE T##_element NAME##_in_one(T##_element x, K k) {                                \
         (void)k;                                                                                  \
@@ -224,7 +224,7 @@ enum { LEVELS = 8 }; /* the most sums that wait, of 1024 sources */
         }                                                                                         \
     }
 
-/* A copy of a few bytes, without the call that memcpy would be. */
+/* Copies a few bytes without a call of memcpy(). */
 SYMCOMM_INLINE void copy_few(char *to, const char *from, size_t bytes) {
     size_t at = 0;
     for (; at + 16 <= bytes; at += 16) memcpy(to + at, from + at, 16);
@@ -234,7 +234,7 @@ SYMCOMM_INLINE void copy_few(char *to, const char *from, size_t bytes) {
     if (bytes & 1) to[at] = from[at];
 }
 
-/* Less than a unit, as one that is filled up with zeros: for formats that are converted many at a time. */
+/* Less than a unit, filled up with zeros to a whole one: for formats that are converted many at a time. */
 #define FEW_PADDED(NAME, T, K, IN, FOLD, OUT)                                                   \
     SYMCOMM_INLINE void NAME##_few(char *out, const char *const *s, int n, size_t count, K k) { \
         char unit[T##_unit] = {0};                                                              \
@@ -292,8 +292,8 @@ SYMCOMM_INLINE void copy_few(char *to, const char *from, size_t bytes) {
  *   IN    what source element x brings to the accumulation
  *   FOLD  accumulator a combined with the next source's b
  *   OUT   what is stored for the final accumulator a
- * What does not fill a unit at the end is done in a last unit that overlaps the one before it. It is computed first,
- * since dst may be one of the sources. FEW says what becomes of less than a unit. */
+ * The last unit overlaps the one before it if the count is no multiple of a unit. It is computed first, since dst may
+ * be one of the sources. FEW handles counts below one unit. */
 #define VECTOR_KERNEL(NAME, T, K, SCALAR, FEW, IN, FOLD, OUT)                                                          \
     SYMCOMM_INLINE T##_vector NAME##_in(T##_vector x, K k) {                                                           \
         (void)k;                                                                                                       \

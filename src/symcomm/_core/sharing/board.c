@@ -1,15 +1,15 @@
-/* A board: versions from one writer, of which readers take the newest at any time.
+/* A board: one writer publishes versions, and readers take the newest at any time.
  *
- * `head` says which part holds it: the version's number, and the part in the last PART_BITS. A reader sets its bit in
- * that part's holders and then looks whether it still holds that version; the writer marks a part free only while it
- * has no holders, with the mark and the bits in one word. */
+ * `head` names the newest: its number, and the part that holds it in the last PART_BITS. A reader sets its bit in that
+ * part's holders, then checks that the part still holds that version. The writer marks a part free only while it has no
+ * holders; mark and bits are in one word. */
 #include "module/module.h"
 #include "sharing/region.h"
 
 #define PART_BITS 10
 _Static_assert(REGION_PARTS == 1 << PART_BITS, "a part's number fits");
 
-/* board_publish(address, part, offset, bytes) -> the version's number. The part is free, and filled. */
+/* board_publish(address, part, offset, bytes) -> the version's number. The part was free, and is filled now. */
 static PyObject *board_publish(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address, offset, nbytes;
     int part;
@@ -31,8 +31,8 @@ static PyObject *board_newest(PyObject *Py_UNUSED(self), PyObject *address) {
     return r ? PyLong_FromUnsignedLongLong(atomic_load(&r->head) >> PART_BITS) : NULL;
 }
 
-/* board_take(address, reader) -> (number, part, offset, bytes), or None before the first. The part is the reader's
- * until it releases it. */
+/* board_take(address, reader) -> (number, part, offset, bytes), or None before the first version. The reader holds the
+ * part until it releases it. */
 static PyObject *board_take(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     int reader;
@@ -59,7 +59,7 @@ static int find_gone_writer(const struct region_wait *w, int *culprit) {
     return region_writer_gone(w->region);
 }
 
-/* board_await(address, number, timeout_ns) -> status: until the newest is another one. */
+/* board_await(address, number, timeout_ns) -> status: waits until the newest version is another one. */
 static PyObject *board_await(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address, number;
     long long timeout;

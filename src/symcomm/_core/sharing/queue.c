@@ -58,8 +58,8 @@ static void send(struct region *r, const struct message *m) {
     bell_ring(&r->news);
 }
 
-/* queue_put(address, message, part or -1, offset, bytes, least readers, timeout_ns) -> status. Without readers, which
- * takes `least` 0, it is gone, and its part nobody's. */
+/* queue_put(address, message, part or -1, offset, bytes, least readers, timeout_ns) -> status. Without readers (`least`
+ * is 0) the message is lost, and its part is free. */
 static PyObject *queue_put(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     long long timeout;
@@ -97,8 +97,8 @@ static bool has_news_or_rung(const struct region_wait *w) {
     return has_news(w) || atomic_load(&w->region->news.word) != (uint32_t)w->b;
 }
 
-/* queue_await(address, reader, seen, timeout_ns) -> status: until there is a message to take, or the bell shows
- * something else than `seen`, because this reader was closed. */
+/* queue_await(address, reader, seen, timeout_ns) -> status: waits until there is a message to take, or the bell no
+ * longer shows `seen`, because this reader was closed. */
 static PyObject *queue_await(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address, seen;
     int reader, culprit;
@@ -116,8 +116,8 @@ static PyObject *queue_await(PyObject *Py_UNUSED(self), PyObject *args) {
     return PyLong_FromLong(status);
 }
 
-/* queue_take(address, reader, timeout_ns) -> status, or (bytes, part or -1, offset, bytes of the part). What is in a
- * part is the reader's until it releases that. */
+/* queue_take(address, reader, timeout_ns) -> status, or (bytes, part or -1, offset, bytes of the part). The reader
+ * holds the part until it releases it. */
 static PyObject *queue_take(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     int reader, culprit;

@@ -1,4 +1,4 @@
-/* A queue: messages from one writer, each for all readers that were in when it was sent. */
+/* A queue: messages from one writer, each for all readers that took part when it was sent. */
 #pragma once
 
 #include "sharing/region.h"
@@ -10,7 +10,7 @@
 struct slot {
     _Atomic uint64_t unread; /* readers that have not taken it */
     uint32_t nbytes;
-    int32_t part; /* -1: it is in here */
+    int32_t part; /* -1: the message is in this slot */
     char data[SLOT_BYTES - 16];
 };
 

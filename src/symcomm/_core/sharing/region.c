@@ -48,7 +48,8 @@ void region_let_go(struct region *r, int part, uint64_t bits) {
     if ((before & ~bits) == 0) bell_ring(&r->room);
 }
 
-/* A place nobody uses, also if its user died before it was ready; -1: there is none. Callers hold the region's lock. */
+/* A reader's place that is free, or whose user died before it was ready; -1: there is none. Callers hold the region's
+ * lock. */
 static int claim(struct region *r) {
     uint64_t busy = region_readers(r) | atomic_load(&r->leaving);
     for (int i = 0; i < MOST_READERS; i++) {
@@ -122,7 +123,7 @@ int region_wait(struct region_wait *what, int64_t timeout, int *culprit) {
 
 /* --- for Python --------------------------------------------------------------------------------------------------- */
 
-/* region_start(address, kind, nonce, pid): the control block of a new one, all of it zero before. */
+/* region_start(address, kind, nonce, pid): makes the control block of a new region, whose bytes are all zero. */
 static PyObject *region_start(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address, kind;
     const char *nonce;
@@ -145,7 +146,7 @@ static PyObject *region_claim(PyObject *Py_UNUSED(self), PyObject *address) {
     return r ? PyLong_FromLong(claim(r)) : NULL;
 }
 
-/* region_ready(address, reader, pid): it lives, and may be taken in. */
+/* region_ready(address, reader, pid): the reader lives, and the writer may take it in. */
 static PyObject *region_ready(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     int reader;
@@ -165,11 +166,11 @@ static PyObject *region_leave(PyObject *Py_UNUSED(self), PyObject *args) {
     struct region *r = region_at(address);
     atomic_fetch_or(&r->left, (uint64_t)1 << reader);
     bell_ring(&r->room);
-    bell_ring(&r->news); /* for another thread of this reader, which waits */
+    bell_ring(&r->news); /* for another waiting thread of this reader */
     Py_RETURN_NONE;
 }
 
-/* region_gone(address) -> (a reader, whether it died while it was sent messages), or None: whom the writer has to drop.
+/* region_gone(address) -> (reader, whether it died while it was sent messages), or None: the reader to drop next.
  */
 static PyObject *region_gone(PyObject *Py_UNUSED(self), PyObject *address) {
     struct region *r = PyLong_AsVoidPtr(address);
@@ -180,7 +181,7 @@ static PyObject *region_gone(PyObject *Py_UNUSED(self), PyObject *address) {
     return Py_BuildValue("iO", gone, said ? Py_False : Py_True);
 }
 
-/* It is sent nothing more. Its place is free for others once it has ended, and so holds nothing. */
+/* Sends a reader nothing more. Its place is free for others once it has ended, and so holds nothing. */
 static void drop(struct region *r, int reader) {
     uint64_t bit = (uint64_t)1 << reader;
     atomic_fetch_or(&r->leaving, bit);
@@ -206,7 +207,7 @@ static PyObject *region_drop(PyObject *Py_UNUSED(self), PyObject *args) {
     return PyLong_FromLongLong(pid);
 }
 
-/* region_facts(address): dict of what the control block says. */
+/* region_facts(address) -> a dict of what the control block says. */
 static PyObject *region_facts(PyObject *Py_UNUSED(self), PyObject *address) {
     struct region *r = PyLong_AsVoidPtr(address);
     if (r == NULL) return NULL;
@@ -234,7 +235,7 @@ static PyObject *region_close(PyObject *Py_UNUSED(self), PyObject *address) {
     if (r == NULL) return NULL;
     atomic_store(&r->closed, 1);
     bell_ring(&r->news);
-    bell_ring(&r->room); /* for another thread of the writer, which waits */
+    bell_ring(&r->room); /* for another waiting thread of the writer */
     Py_RETURN_NONE;
 }
 
@@ -245,7 +246,8 @@ int region_reader_gone(const struct region_wait *w, int *culprit) {
     return *culprit < 0 && !atomic_load(&w->region->closed) ? STATUS_OK : STATUS_LEFT;
 }
 
-/* region_await_room(address, seen, timeout_ns) -> status: until a reader has let go of something, has come or is gone.
+/* region_await_room(address, seen, timeout_ns) -> status: waits until a reader has released something, has come or is
+ * gone.
  */
 static PyObject *region_await_room(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address, seen;
@@ -283,7 +285,7 @@ static PyObject *part_release(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* part_take_back(address, part) -> whether nobody holds it. Nobody will, then. */
+/* part_take_back(address, part) -> whether no reader holds the part. Then none can take it any more. */
 static PyObject *part_take_back(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     int part;
@@ -305,7 +307,7 @@ static PyObject *copy_in(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* map_private(fd, offset, bytes) -> address: what is written there stays in this process. */
+/* map_private(fd, offset, bytes) -> address: writes to it stay in this process. */
 static PyObject *map_private(PyObject *Py_UNUSED(self), PyObject *args) {
     int fd;
     long long offset, bytes;

@@ -2,11 +2,11 @@
  *
  * It begins with a control block, in which writer and readers say that they live and what they hold. Payloads lie
  * behind it in *parts*, ranges that the writer chooses. The writer lends a part to readers: each has a bit in the
- * part's `holders`, which it clears when it has let go. Holders of all parts stand in a table at a fixed place, so that
- * whoever looks at a part too late touches no payload.
+ * part's `holders`, which it clears when it releases the part. The holders of all parts are in a table at a fixed
+ * place, so that a reader that looks at a part too late touches no payload.
  *
- * Of every word only one side decides: the writer takes readers in and drops them; a reader that dies keeps its bits
- * until the writer has noticed. */
+ * One side decides on each word: the writer takes readers in and drops them, and a dead reader keeps its bits until the
+ * writer notices. */
 #pragma once
 
 #include <stdatomic.h>
@@ -19,13 +19,13 @@
 #define REGION_READERS 64
 #define REGION_PARTS 1024
 #define PART_IS_FREE ((uint64_t)1 << 63) /* readers of boards look at parts at any time */
-#define MOST_READERS 63                  /* for which that bit is not one of theirs */
+#define MOST_READERS 63                  /* that bit is not a reader's */
 
 enum region_kind { QUEUE = 1, BOARD = 2 };
 
 struct region_reader {
     struct life life;
-    _Alignas(64) _Atomic uint64_t next; /* the message that it reads next */
+    _Alignas(64) _Atomic uint64_t next; /* number of the message to read next */
     _Atomic int64_t pid;
 };
 
@@ -45,12 +45,12 @@ struct region {
     _Atomic int64_t writer_pid;
     uint64_t kind; /* QUEUE or BOARD */
     struct life writer;
-    _Alignas(64) _Atomic uint64_t ready; /* readers, a bit each: wants to be taken in */
-    _Atomic uint64_t active;             /* is sent messages */
-    _Atomic uint64_t left;               /* wants no more of them */
-    _Atomic uint64_t leaving;            /* is sent no more, and may still hold parts */
+    _Alignas(64) _Atomic uint64_t ready; /* a bit for each reader: it wants to be taken in */
+    _Atomic uint64_t active;             /* it is sent messages */
+    _Atomic uint64_t left;               /* it wants no more messages */
+    _Atomic uint64_t leaving;            /* it is sent no more, and may still hold parts */
     _Alignas(64) _Atomic uint64_t head;  /* of a queue: how many messages there were; of a board: see board.c */
-    _Atomic uint32_t closed;             /* the writer has */
+    _Atomic uint32_t closed;             /* by the writer */
     struct bell news, room;              /* readers sleep on the first, the writer on the second */
     struct region_reader readers[REGION_READERS];
     struct part parts[REGION_PARTS];
@@ -63,15 +63,15 @@ void region_let_go(struct region *r, int part, uint64_t bits);
 
 void bell_ring(struct bell *b);
 
-/* Readers that are in, or want to be. */
+/* Readers that are taken in, or want to be. */
 static inline uint64_t region_readers(struct region *r) { return atomic_load(&r->ready) | atomic_load(&r->active); }
 
-/* The writer's: whom it has to drop first, or -1. */
+/* For the writer: the reader to drop first, or -1. */
 int region_find_gone(struct region *r);
-/* A reader's: STATUS_OK, or whether the writer died or closed. */
+/* For a reader: STATUS_OK, or how the writer is gone. */
 int region_writer_gone(struct region *r);
 
-/* Waits until `is_over`, or `find_gone` says that somebody is gone. With the interpreter lock released. */
+/* Waits until `is_over`, or until `find_gone` finds that the other side is gone. Releases the interpreter lock. */
 struct region_wait {
     struct region *region;
     bool (*is_over)(const struct region_wait *w);
@@ -79,9 +79,9 @@ struct region_wait {
     struct bell *bell;
     uint64_t a, b; /* what those two compare */
 };
-/* For `find_gone` of the writer: STATUS_LEFT also if another thread has closed its end. */
+/* The writer's `find_gone`. STATUS_LEFT also if another thread has closed its end. */
 int region_reader_gone(const struct region_wait *w, int *culprit);
-/* The status; who is gone in *culprit. timeout: ns; 0: only look. */
+/* Returns the status, and who is gone in *culprit. timeout: ns; 0: only look. */
 int region_wait(struct region_wait *w, int64_t timeout, int *culprit);
 
 static inline long status_with(int status, int culprit) { return status | (long)(culprit + 1) << 8; }

@@ -1,4 +1,4 @@
-/* The client's end of the store: builds a call's frame, sends it, waits for the answer, all in one function. */
+/* The client's end of the store: one function builds a call's frame, sends it and waits for the answer. */
 #include "module/module.h"
 
 #include <errno.h>
@@ -17,7 +17,7 @@
 struct frame {
     uint8_t *bytes; /* `small`, or memory of its own */
     size_t size, room;
-    struct iovec last; /* what follows `bytes` without having been copied */
+    struct iovec last; /* follows `bytes`, not copied */
     uint8_t small[1024];
 };
 
@@ -72,7 +72,7 @@ static bool frame_put_key(struct frame *frame, PyObject *key) {
     return true;
 }
 
-static PyObject *no_keys; /* passed by a call without keys; not None, which may be a user's mistake */
+static PyObject *no_keys; /* for calls without keys; not None, which a user may pass by mistake */
 
 /* No keys, one key, or a counted list of keys. */
 static bool frame_put_keys(struct frame *frame, PyObject *keys) {
@@ -145,7 +145,7 @@ static enum outcome check_signals(struct reader *reader) {
     return failed ? SIGNALED : DONE;
 }
 
-/* Less than a slice is left: the socket's own time-out is too coarse. */
+/* For when less than a slice is left: the socket's own time-out is too coarse. */
 static enum outcome wait_precisely(struct reader *reader, short events) {
     for (;;) {
         int64_t left = reader->deadline_ns - symcomm_now_ns();
@@ -168,7 +168,7 @@ static enum outcome after_failure(struct reader *reader) {
     case EINTR: return check_signals(reader);
     case EPIPE:
     case ECONNRESET:
-    case ETIMEDOUT: /* the kernel's word for a host that does not answer any more; our own deadline is LATE */
+    case ETIMEDOUT: /* the host does not answer any more; our own deadline is LATE */
     case EHOSTUNREACH:
     case ENETUNREACH: return GONE;
     default: return FAILED;
@@ -265,8 +265,8 @@ static enum outcome receive_rest(struct reader *reader, size_t size, const uint8
 
 #define TRUSTED ((size_t)1 << 20) /* bytes that are allocated because they were announced */
 
-/* The same (lock released on entry and exit). The server may lie about the size. So the first half of a large object
- * goes into memory that grows as bytes come, and only then is memory for all of it allocated. */
+/* Receives an object, with the lock released on entry and exit. The server may lie about the size, so the first half of
+ * a large object goes into memory that grows as bytes come. Only then is memory for all of it allocated. */
 static enum outcome receive_object(struct reader *reader, size_t size, PyObject **object) {
     if (size <= TRUSTED) return receive_rest(reader, size, NULL, 0, object);
     uint8_t *start = NULL;
@@ -320,7 +320,7 @@ static enum outcome receive_list(struct reader *reader, int64_t count, PyObject 
     return outcome;
 }
 
-/* Reads no byte more than it returns: a late answer may be followed by that to a cancelled wait. */
+/* Reads no byte more than it returns: the answer to a cancelled wait may follow a late answer. */
 static enum outcome receive_number(struct reader *reader, size_t width, PyObject **object) {
     uint8_t bytes[8] = {0};
     size_t got = 0;
@@ -338,7 +338,7 @@ static enum outcome receive_number(struct reader *reader, size_t width, PyObject
     return *object == NULL ? SIGNALED : DONE;
 }
 
-/* For calls without an answer: a look at the socket tells at least whether the server has left. */
+/* For calls without an answer: looks at the socket, to see at least whether the server has left. */
 static enum outcome expect_nothing(struct reader *reader) {
     uint8_t byte;
     ssize_t size = recv(reader->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
@@ -373,8 +373,8 @@ static enum outcome exchange(struct reader *reader, struct iovec parts[2], int s
 /* Exceptions of our own, so that a signal handler's exception is never mistaken for one of them. */
 static PyObject *late_error, *gone_error, *broken_error;
 
-/* Sends the frame and returns the answer, or NULL with one of the above set. After any of them, only a one-byte answer
- * that was late can still be waited for. */
+/* Sends the frame and returns the answer, or NULL with one of the above set. After that the connection is only good for
+ * waiting for a late one-byte answer. */
 static PyObject *exchange_frame(PyObject *fd, struct frame *frame, PyObject *shape, Py_ssize_t count,
                                 PyObject *seconds) {
     struct reader reader;

@@ -7,7 +7,7 @@
 #include <sys/random.h>
 
 static const uint32_t hello_magic = 0x3C85F7CE;
-static const char refusal[4] = {'A', 'U', 'T', 'H'}; /* in the place of a ping's nonce: prove the token first */
+static const char refusal[4] = {'A', 'U', 'T', 'H'}; /* instead of a ping's nonce: prove the token first */
 
 enum { CHECK_READY = 0, CHECK_NOT_READY = 1 };
 enum { WAIT_DONE = 0, WAIT_CANCELED = 1 };
@@ -22,8 +22,8 @@ static handler do_hello, do_set, do_compare_set, do_get, do_add, do_check, do_wa
     do_challenge, do_proof;
 static void settle_grants(struct server *server, struct conn *conn);
 
-/* Fields: k key, v value (both a u64 length and bytes), 8 a 64-bit number, 4 a 32-bit number, d 32 raw bytes,
- * n a u64 count: so often come the fields of `each`. */
+/* Fields: k key, v value (both a u64 length and bytes), 8 a 64-bit number, 4 a 32-bit number, d 32 raw bytes, n a u64
+ * count of how often the fields of `each` follow. */
 struct command {
     const char *name, *fields, *each;
     handler *handle;
@@ -131,8 +131,8 @@ static size_t scan_bytes(struct server *server, struct conn *conn, const uint8_t
     return size < scan->need ? 0 : scan->need;
 }
 
-/* Continues where it stopped the last time, so a frame that comes in pieces costs no more than one that comes at once.
- * True: the frame is whole, scan.at bytes long, and every length in it was checked. */
+/* Checks a frame, from where it stopped the last time: a frame that comes in pieces costs no more than one that comes
+ * at once. True: the frame is whole, scan.at bytes long, and every length in it was checked. */
 static bool scan_frame(struct server *server, struct conn *conn, const uint8_t *frame, size_t size) {
     struct scan *scan = &conn->scan;
     if (scan->command == NULL) {
@@ -217,8 +217,8 @@ static struct slice value_of(const struct entry *entry) {
     return entry != NULL && entry->present ? (struct slice){entry->value, entry->value_size} : (struct slice){NULL, 0};
 }
 
-/* Returns `done`, which says whether there was memory for a change of `entry` (NULL: not even for the entry). If not,
- * the client is refused. */
+/* `done`: whether there was memory for a change of `entry` (NULL: not even for the entry). Refuses the client if not,
+ * and returns `done`. */
 static bool had_room(struct server *server, struct conn *conn, struct entry *entry, bool done) {
     if (done) return true;
     if (entry != NULL) table_release(&server->table, entry);
@@ -304,7 +304,7 @@ static void wake_all(struct server *server, struct entry *entry) {
     }
 }
 
-/* A queue has items: wakes one waiter for each item that is not promised to somebody yet. */
+/* A queue has items: wakes one waiter for each item that is not promised yet. */
 static void wake_for_items(struct server *server, struct entry *entry) {
     while (entry->queued > entry->grants && entry->oldest != NULL) {
         struct waiter *waiter = entry->oldest;
@@ -321,8 +321,8 @@ static void leave_barrier(struct server *server, struct entry *entry) {
         entry_set_number(&server->table, entry, count - 1);
 }
 
-/* Ends this client's waits, or only the promises that it was woken for. A promise that was not used goes to the next in
- * line: an item never lies in a queue while a client waits for it. */
+/* Ends this client's waits, or only the promises that it was woken for. An unused promise goes to the next in line: no
+ * item lies in a queue while a client waits for it. */
 static void end_waits(struct server *server, struct conn *conn, bool only_granted) {
     for (struct waiter *waiter = conn->waits, *older; waiter != NULL; waiter = older) {
         older = waiter->older;
@@ -338,7 +338,7 @@ static void end_waits(struct server *server, struct conn *conn, bool only_grante
     if (!only_granted) conn->awaited = 0;
 }
 
-/* A client that was woken for an item and does anything but take it does not want it. */
+/* Called when a client that was woken for an item does something else: it does not want the item. */
 static void settle_grants(struct server *server, struct conn *conn) { end_waits(server, conn, true); }
 
 void protocol_forget(struct server *server, struct conn *conn) { end_waits(server, conn, false); }
@@ -370,7 +370,7 @@ static void do_cancel(struct server *server, struct conn *conn, const uint8_t *f
     send_byte(server, conn, WAIT_CANCELED);
 }
 
-/* Adds to an entry's number, unless it has none, or the sum would not fit: then the client is refused. */
+/* Adds to an entry's number. Refuses the client if the value is no number, or the sum would not fit. */
 static bool add_to(struct server *server, struct conn *conn, struct entry *entry, int64_t amount, const char *call,
                    int64_t *sum) {
     *sum = 0;
@@ -394,7 +394,7 @@ static void do_barrier(struct server *server, struct conn *conn, const uint8_t *
     struct entry *entry = table_obtain(&server->table, key);
     if (!add_to(server, conn, entry, 1, "barrier", &count)) return;
     int64_t came;
-    if (entry->barrier_passed >= count) entry->barrier_passed = 0; /* somebody reset the key */
+    if (entry->barrier_passed >= count) entry->barrier_passed = 0; /* a client reset the key */
     if (__builtin_sub_overflow(count, entry->barrier_passed, &came) || came >= world) {
         entry->barrier_passed = count;
         wake_all(server, entry);
@@ -429,7 +429,7 @@ static void do_get(struct server *server, struct conn *conn, const uint8_t *fiel
     conn_send_value(server, conn, value_of(table_find(&server->table, take_bytes(&fields))));
 }
 
-/* The answer may be far larger than the question, so it is measured before any of it is sent. */
+/* The answer may be far larger than the question, so we measure it before sending any of it. */
 static void do_multi_get(struct server *server, struct conn *conn, const uint8_t *fields) {
     uint64_t count = take_u64(&fields), total = 0;
     const uint8_t *keys = fields;

@@ -26,9 +26,9 @@
 #define DIRECT_VALUE (32 << 10) /* larger values go to the socket without a copy */
 #define ACCEPT_BATCH 256
 #define ACCEPT_PAUSE_MS 100 /* after running out of descriptors */
-#define SPIN_NS 30000       /* waking a thread took 10 to 30 us, so it looks on for about as long */
+#define SPIN_NS 30000       /* how long to look before sleeping: waking a thread took 10 to 30 us */
 #define SPIN_REVIEW 64      /* rounds between looks at how oversubscribed the cores are */
-#define SWEEP_MS 1000       /* between looks at clients that do not finish their hello */
+#define SWEEP_MS 1000       /* between two sweeps for clients that do not finish their hello */
 
 /* --- buffers ------------------------------------------------------------------------------------- */
 
@@ -93,7 +93,7 @@ static void report(struct server *server, const char *text) {
     pthread_mutex_unlock(&server->report_lock);
     char line[REPORT_SIZE + 1];
     int size = snprintf(line, sizeof line, "%s\n", text);
-    /* A reader that is too slow, or gone, misses lines; the ring above keeps them. */
+    /* If the reader is too slow, or gone, it misses lines; the ring above keeps them. */
     if (server->report_fd >= 0 && write(server->report_fd, line, (size_t)size) < 0) return;
 }
 
@@ -133,8 +133,8 @@ void conn_send(struct server *server, struct conn *conn, const void *bytes, size
     if (!conn->doomed && !buffer_append(server, &conn->out, bytes, size)) refuse_memory(server, conn);
 }
 
-/* Gives the collected bytes to the socket. If some are left, nothing more is read from this client until they are gone:
- * so a client that never reads costs one answer, not all of them. */
+/* Gives the collected bytes to the socket. If some are left, the server reads no more from this client until they are
+ * gone: a client that never reads costs one answer, not all of them. */
 void conn_flush(struct server *server, struct conn *conn) {
     if (conn->doomed || conn->blocked || buffer_size(&conn->out) == 0) return;
     const uint8_t *bytes = conn->out.bytes + conn->out.start;
@@ -183,8 +183,8 @@ static void consume_kept(struct server *server, struct conn *conn) {
     if (used > 0) buffer_consume(server, &conn->in, used);
 }
 
-/* How much to read for a client that is in the middle of a frame. Room follows what has come (it doubles), never
- * what the client says will come. */
+/* How much to read for a client that is in the middle of a frame. Room doubles with what has come, whatever the client
+ * says will come. */
 static size_t next_read(const struct conn *conn) {
     size_t have = buffer_size(&conn->in), most = have + 4096;
     size_t missing = conn->scan.need > have ? conn->scan.need - have : 0;
@@ -274,7 +274,7 @@ static void add_conn(struct server *server, int fd, const struct sockaddr_in6 *p
     atomic_fetch_add_explicit(&server->clients, 1, memory_order_relaxed);
 }
 
-/* Stops for a moment, which ends however busy the clients are: see run(). */
+/* Stops accepting for a moment. run() sees to it that the moment ends, however busy the clients are. */
 static void stop_accepting(struct server *server, int error) {
     char text[REPORT_SIZE];
     snprintf(text, sizeof text, "cannot accept more clients for now: %s (raise `ulimit -n`)", strerror(error));
@@ -351,8 +351,8 @@ static void handle(struct server *server, const struct epoll_event *event) {
     else on_readable(server, conn);
 }
 
-/* How long to spin: not at all on the only core, nor while others want ours (this thread was preempted since the last
- * look). */
+/* How long to spin: not at all on the only core, or while others want this core (the thread was preempted since the
+ * last look). */
 static int64_t choose_spin(struct server *server) {
     struct rusage usage;
     if (server->rounds++ % SPIN_REVIEW == 0 && getrusage(RUSAGE_THREAD, &usage) == 0) {
@@ -362,8 +362,8 @@ static int64_t choose_spin(struct server *server) {
     return server->alone || server->oversubscribed ? 0 : SPIN_NS;
 }
 
-/* Looks on for a moment before it sleeps. A client that makes one call after the other then need not wake this thread
- * each time, which would be most of the cost of a short call. */
+/* Goes on looking for a moment before it sleeps. So a client that makes one call after another need not wake this
+ * thread each time, which would be most of the cost of a short call. */
 static int wait_for_events(struct server *server, struct epoll_event *events, int64_t last_ns) {
     int64_t until_ns = last_ns + choose_spin(server);
     do {
@@ -417,7 +417,7 @@ static void server_free(struct server *server) {
 static bool prepare_listener(struct server *server, int slot) {
     int one = 1, fd = server->listeners[slot];
     mark_fd(server, fd, true);
-    /* Accepted sockets inherit these, which saves system calls for each client. A host that lost its power is noticed
+    /* Accepted sockets inherit these, which saves system calls for each client. We notice a host that lost its power
      * after about half a minute. */
     int idle_s = 15, between_s = 5, probes = 3;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
@@ -425,7 +425,7 @@ static bool prepare_listener(struct server *server, int slot) {
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &between_s, sizeof between_s);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-    fcntl(fd, F_SETFD, FD_CLOEXEC); /* one that was handed to us may not have it */
+    fcntl(fd, F_SETFD, FD_CLOEXEC); /* a listener that we were handed may not have it */
     int flags = fcntl(fd, F_GETFL);
     if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 || listen(fd, 1 << 16) < 0) return false;
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = &server->listeners[slot]};
@@ -462,7 +462,7 @@ static bool start_thread(struct server *server) {
     return errno == 0;
 }
 
-/* Owns the listeners and report_fd from here on, whether it succeeds or not (then: NULL and errno). */
+/* Takes over the listeners and report_fd, even if it fails (NULL and errno). */
 struct server *server_start(const int *listeners, int count, const struct limits *limits, const uint8_t *token,
                             size_t token_size, int report_fd) {
     struct server *server = calloc(1, sizeof *server);

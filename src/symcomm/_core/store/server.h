@@ -24,8 +24,8 @@ struct limits {
     uint64_t key, value, frame; /* bytes */
     uint64_t count;             /* keys in one call */
     uint64_t memory;            /* bytes held for all clients together */
-    int64_t handshake_ns;       /* to say hello, and to prove the token where there is one */
-    bool token_is_optional;     /* the server proves it to clients that ask, and demands it of none */
+    int64_t handshake_ns;       /* time to say hello, and to prove the token if there is one */
+    bool token_is_optional;     /* the server proves the token to clients that ask, and demands it of none */
 };
 
 struct buffer {
@@ -56,7 +56,7 @@ struct conn {
     int fd;
     enum stage stage;
     bool doomed;  /* to be closed at the end of this round of events */
-    bool blocked; /* does not read its answers: nothing more is read from it */
+    bool blocked; /* it does not read its answers, so we read nothing more from it */
     struct buffer in, out;
     struct scan scan;
     struct waiter *waits;
@@ -72,7 +72,7 @@ struct server {
     int epoll_fd, stop_fd, report_fd;
     int listeners[MAX_LISTENERS];
     int listener_count;
-    bool accepting, starved; /* listens for newcomers; the last one found no descriptor */
+    bool accepting, starved; /* whether it listens for newcomers; the last found no free descriptor */
     int64_t accept_again_ns; /* while not accepting: when to try again */
     struct limits limits;
     uint8_t *token;
@@ -81,9 +81,9 @@ struct server {
     struct conn *conns, *doomed;
     size_t greeting; /* connections that have not come to STAGE_OPEN */
     uint8_t *scratch;
-    bool alone, oversubscribed; /* only one core; others want ours */
+    bool alone, oversubscribed; /* there is only one core; other threads want ours */
     uint64_t rounds;
-    long preempted; /* how often, at the last look */
+    long preempted; /* how often this thread had been, at the last look */
     pthread_t thread;
     bool running;
 

@@ -71,7 +71,7 @@ static PyObject *server_stop_method(PyObject *self, PyObject *Py_UNUSED(ignored)
     Py_RETURN_NONE;
 }
 
-/* The thread did not come along through fork(): its memory is left alone, and only its descriptors are closed. */
+/* The thread did not survive fork(): leaves its memory alone, and only closes its descriptors. */
 static PyObject *server_after_fork(PyObject *self, PyObject *Py_UNUSED(ignored)) {
     struct server *server = ((struct server_object *)self)->server;
     ((struct server_object *)self)->server = NULL;

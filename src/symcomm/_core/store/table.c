@@ -18,7 +18,7 @@ static inline void sip_round(uint64_t v[4]) {
     v[2] += v[1], v[1] = rotate(v[1], 17), v[1] ^= v[2], v[2] = rotate(v[2], 32);
 }
 
-/* SipHash-1-3: keyed, so a hostile client cannot pile its keys up in one bucket. */
+/* SipHash-1-3, which has a secret key: a hostile client cannot pile its keys up in one bucket. */
 static uint64_t hash_key(const uint64_t seed[2], struct slice key) {
     uint64_t v[4] = {seed[0] ^ 0x736f6d6570736575, seed[1] ^ 0x646f72616e646f6d, seed[0] ^ 0x6c7967656e657261,
                      seed[1] ^ 0x7465646279746573};
@@ -64,7 +64,7 @@ struct entry *table_find(const struct table *table, struct slice key) {
     return find_hashed(table, key, hash_key(table->seed, key));
 }
 
-/* Failing to grow is no error: the chains only get longer. */
+/* Failing to grow is no error; chains just get longer. */
 static void grow(struct table *table) {
     size_t count = table->bucket_count * 2;
     struct entry **buckets = calloc(count, sizeof *buckets);
@@ -180,8 +180,8 @@ bool entry_set_number(struct table *table, struct entry *entry, int64_t number) 
     return entry_set(table, entry, (struct slice){(const uint8_t *)digits, (size_t)size});
 }
 
-/* Leading blanks, a sign, digits; the rest is ignored, as by PyTorch's store. An empty value is 0, as in our other
- * stores. */
+/* Reads leading blanks, a sign and digits; ignores the rest, as PyTorch's store does. An empty value is 0, as in our
+ * other stores. */
 enum reading entry_number(const struct entry *entry, int64_t *number) {
     const uint8_t *at = entry->value, *end = at + entry->value_size;
     *number = 0;

@@ -1,4 +1,4 @@
-/* The data of the store's server: values, queues, and which clients wait for which key. No sockets here. */
+/* The data of the store's server: values, queues, and the clients that wait for each key. No sockets here. */
 #pragma once
 
 #include <stdbool.h>
@@ -33,7 +33,7 @@ struct waiter {
     struct entry *entry;
     struct conn *conn;
     bool granted;
-    bool in_barrier; /* counted at a barrier, to be taken off again if the client gives up */
+    bool in_barrier; /* counted at a barrier; taken off again if the client gives up */
 };
 
 struct item {
@@ -46,14 +46,14 @@ struct item {
 struct entry {
     struct entry *chain; /* next in the same bucket */
     uint64_t hash;
-    bool present; /* has a value; a mere queue, or a key that is only waited for, has none */
+    bool present; /* has a value, unlike a mere queue or a key that is only waited for */
     uint8_t *value;
     size_t value_size, value_room;
     struct item *first, *last;
     size_t queued;
     struct waiter *oldest, *newest;
     size_t grants;
-    int64_t barrier_passed; /* the count when everybody had come the last time */
+    int64_t barrier_passed; /* the count when the last barrier was complete */
     size_t key_size;
     uint8_t key[];
 };

@@ -14,16 +14,15 @@
 #define LEAST_SPIN 20
 #define VAIN_NS 1000        /* if a yield returns sooner, no other thread wanted this core */
 #define LONGEST_YIELD 16    /* times yield_ns: how long offering a core that others want is worth it */
-#define SOON_NS 2000        /* an answer this soon after we stopped looking: worth looking longer */
+#define SOON_NS 2000        /* if the answer comes this soon after we stopped looking, look longer next time */
 #define REVIEW_NS 100000000 /* how often cores and ranks are counted again, at most: it takes 1 us, 20 with quotas */
-#define OFFER_NS 50000      /* how often a rank that keeps its core asks whether a peer was left waiting for it */
+#define OFFER_NS 50000      /* how often a rank that keeps its core checks whether a peer waits for that core */
 #define POLLS_A_STEP 16     /* between two looks at the clock */
-#define WATCH_TICKS 20000   /* how long the processor watches one word, about 10 us: other words may change meanwhile */
+#define WATCH_TICKS 20000   /* how long the processor watches one word, about 10 us: others may change meanwhile */
 
 /* --- pausing ------------------------------------------------------------------------------------------------------ */
 
-/* umonitor and umwait: the core rests until a line of memory changes. Written as bytes, for assemblers that do not know
- * them. */
+/* umonitor and umwait: the core rests until a cache line changes. Written as bytes for assemblers that lack them. */
 #if defined(__x86_64__)
 static bool can_watch(void) {
     static _Atomic int known; /* 1: no, 2: yes */
@@ -42,7 +41,7 @@ static void watch_line(const void *word) {
 
 static void watch_rest(void) {
     uint64_t until = symcomm_ticks() + WATCH_TICKS;
-    unsigned state = 1; /* the lighter one, which ends sooner */
+    unsigned state = 1; /* the lighter sleep, which ends sooner */
     __asm__ __volatile__(".byte 0xf2, 0x0f, 0xae, 0xf1"
                          :
                          : "a"((uint32_t)until), "d"((uint32_t)(until >> 32)), "c"(state)
@@ -66,7 +65,7 @@ static void pause_for_long(void) {
 
 static struct life *own_life(struct group *g) { return life_of(g->life[g->rank]); }
 
-/* Whether cores suffice for all ranks; counted again now and then. */
+/* Whether there are more ranks than cores; counted again now and then. */
 static bool is_oversubscribed(struct group *g, int64_t now) {
     int64_t next = atomic_load_explicit(&g->next_review, memory_order_relaxed);
     if (now >= next && atomic_compare_exchange_strong(&g->next_review, &next, now + REVIEW_NS))
@@ -75,8 +74,8 @@ static bool is_oversubscribed(struct group *g, int64_t now) {
     return atomic_load_explicit(&g->oversubscribed, memory_order_relaxed);
 }
 
-/* With more ranks than cores, looking pays while peers answer within a microsecond or two. If they need this very core
- * it only delays them, so look less next time. */
+/* With more ranks than cores, looking pays if peers answer within a microsecond or two. If they need this very core,
+ * looking only delays them, so look less next time. */
 static void adapt_spin(struct group *g, bool paid) {
     int now = spins_now(g);
     int next = paid ? (now < g->spin / 2 ? now * 2 : g->spin) : now / 2 > LEAST_SPIN ? now / 2 : LEAST_SPIN;
@@ -92,12 +91,12 @@ static void note_core(struct group *g) {
         atomic_store_explicit(noted, core, memory_order_relaxed);
 }
 
-/* Whether a rank was last seen on the core that runs this: it may be waiting for that core. */
+/* Whether a rank was last seen on the core that runs us, and so may be waiting for it. */
 static bool was_here(struct group *g, int rank) {
     return atomic_load_explicit(&life_of(g->life[rank])->cpu.core, memory_order_relaxed) == sched_getcpu() + 1;
 }
 
-/* Whether this thread runs an operation that nobody waits for yet: its callers may need the core for other work. */
+/* Whether this thread runs an operation for which no thread waits yet: its callers may need the core for other work. */
 static bool nobody_waits(void) {
     const _Atomic int *awaited = caller_awaited();
     return awaited && atomic_load_explicit(awaited, memory_order_relaxed) == 0;
@@ -121,8 +120,8 @@ bool backoff_watch(const struct backoff *b, const void *word) {
     return watches;
 }
 
-/* Whether a rank, or the rank that it sleeps for in turn, sleeps for a message of this rank. Such a message was sent,
- * since this rank waits now. */
+/* Whether a rank, or the rank that it sleeps for in turn, sleeps for a message of this rank. The message has been sent,
+ * since this rank is waiting now. */
 static bool sleeps_for_my_message(const struct visit *v, int rank) {
     const struct group *g = v->group;
     for (int i = 0; i < g->world && rank >= 0 && rank < g->world; i++) {
@@ -132,7 +131,7 @@ static bool sleeps_for_my_message(const struct visit *v, int rank) {
     return false;
 }
 
-/* Whether a peer slept, was rung for, and does not run yet. */
+/* Whether a sleeping peer was rung and does not run yet. */
 static bool is_being_woken(const struct visit *v, int rank) {
     if (rank < 0) return false;
     return atomic_load_explicit(&block_of(v, rank)->sleeping, memory_order_relaxed) == RUNG ||
@@ -150,7 +149,7 @@ static bool is_worth_offering(struct backoff *b, int missing) {
     return b->now < last && (b->now < b->until || b->now - b->start > b->yields * VAIN_NS);
 }
 
-/* Offers the core, until the threads that needed it wait for this one: then the core is kept after all. */
+/* Offers the core, until the threads that needed it wait for this one. Then keeps it after all. */
 static bool offer(struct backoff *b, int missing) {
     const struct group *g = b->visit->group;
     sched_yield();

@@ -1,7 +1,7 @@
-/* Cores and ranks are counted by affinity and by the quotas of control groups, both of which may change at any time.
+/* Counts cores and ranks, by affinity and by the quotas of control groups. Both may change at any time.
  *
- * Ranks may be bound to different cores, or be in different control groups. So each rank says in its arena what holds
- * for it, and reads what the others have said. */
+ * Ranks may be bound to different cores, or be in different control groups. So each rank publishes what it may use, in
+ * its arena, and reads what the others have published. */
 #include "sync/cores.h"
 
 #include <pthread.h>
@@ -16,11 +16,11 @@
 
 /* --- ranks of this host ------------------------------------------------------------------------------------------- */
 
-static struct life **ranks; /* of every arena that this process has mapped, its own among them */
+static struct life **ranks; /* of all arenas that this process has mapped, its own included */
 static int n_ranks, room;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* Counts the rank whose mapped arena has this life, until that memory is unmapped. */
+/* Counts this life's rank from now on, until the memory is unmapped. */
 static bool count_rank(struct life *life) {
     pthread_mutex_lock(&lock);
     if (n_ranks == room) {
@@ -43,22 +43,22 @@ void cores_forget(const char *at, int64_t nbytes) {
 static bool takes_part(const struct life *life) {
     uint32_t word = atomic_load_explicit(&life->word, memory_order_relaxed);
     uint32_t joined = atomic_load_explicit(&life->cpu.joined, memory_order_relaxed);
-    /* In one, or about to be. */
+    /* It is in a group, or about to be. */
     bool in_a_group = joined == 0 || joined != atomic_load_explicit(&life->cpu.left, memory_order_relaxed);
     return word != 0 && !(word & LIFE_OWNER_DIED) && in_a_group;
 }
 
 /* --- quotas ------------------------------------------------------------------------------------------------------- */
 
-struct quota { /* of one control group; files are named once, and read again and again */
-    /* `period`: in the first version of control groups only, where it is a file of its own. */
+struct quota { /* of one control group, whose files are read again and again */
+    /* `period`: only in version 1 of control groups, where it is a file of its own. */
     char *limit, *period, *stat;
     uint64_t inode;
 };
 
 static struct quota *quotas;
 static int n_quotas;
-static long throttled; /* how often the tightest one had been used up when we last looked */
+static long throttled; /* how often the tightest quota had been used up when we last looked */
 
 /* Thousandths of a core; 0: no limit. */
 static uint64_t granted(const struct quota *q) {
@@ -77,7 +77,7 @@ static long times_used_up(const struct quota *q) {
     return at ? strtol(at + sizeof "nr_throttled", NULL, 10) : 0;
 }
 
-/* The tightest, or NULL. */
+/* The tightest quota, or NULL. */
 static const struct quota *find_quota(uint64_t *least) {
     const struct quota *found = NULL;
     for (int i = 0; i < n_quotas; i++) {

@@ -9,10 +9,10 @@
 /* Tells the others on which cores the calling thread may run, and what its control groups grant. */
 void cores_publish(struct life *me);
 
-/* Whether there are as many usable cores as living ranks on this host, for `me` and for all, by what each rank said
- * last; `me` says it anew first. own_thread: this is the rank's own thread, whose cores count, not one that works for
- * it. */
+/* Whether there are as many usable cores as living ranks on this host, for `me` and for all, by what each rank
+ * published last; `me` publishes anew first. own_thread: the caller is the rank's own thread, whose cores count, not
+ * one that works for it. */
 bool cores_suffice(struct life *me, bool own_thread);
 
-/* Called before memory is unmapped: ranks whose lives lie there are not counted any more. */
+/* Called before memory is unmapped: no longer counts ranks whose lives lie there. */
 void cores_forget(const char *at, int64_t nbytes);

@@ -19,19 +19,19 @@ void sync_wake_own(const struct visit *v) { wake(block_of(v, v->group->rank)); }
 
 /* Gives every rank a reason to stop, unless it has one, and marks operations from ~mark on as void (0: none). If this
  * rank has a reason already, the others get that one: it is why this rank stops, and the rank that gave it may not have
- * told the others yet. */
+ * reached the others yet. */
 static void abort_all(const struct visit *v, uint64_t cause, uint64_t mark) {
     struct group *g = v->group;
     for (int i = 0; i < g->world; i++) {
         struct control *peer =
-            block_of(v, (g->rank + i) % g->world); /* this rank first: that decides what it reports */
+            block_of(v, (g->rank + i) % g->world); /* this rank first, which decides what it reports */
         uint64_t none = 0, voided = atomic_load(&peer->voided);
         if (atomic_compare_exchange_strong(&peer->abort, &none, cause)) atomic_store(&peer->abort_seq, g->seq);
-        else if (i == 0) cause = none; /* the reason that was there */
+        else if (i == 0) cause = none; /* the reason that it had */
         while (voided < mark && !atomic_compare_exchange_weak(&peer->voided, &voided, mark)) {}
         wake(peer);
     }
-    atomic_thread_fence(memory_order_seq_cst); /* what the caller does with its tensors comes after */
+    atomic_thread_fence(memory_order_seq_cst); /* before the caller touches its tensors */
 }
 
 int sync_fail_of(const struct visit *v, int status, int culprit, int origin) {

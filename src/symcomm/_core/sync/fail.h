@@ -11,18 +11,19 @@ int sync_aborted(const struct visit *v);
 
 /* Makes every rank's pending and later waits fail with this cause; the first cause wins. Returns the winning status. */
 int sync_fail(const struct visit *v, int status, int culprit);
-/* The same for an origin that cannot tell the others itself. */
+/* The same, for another rank that cannot tell the others itself. */
 int sync_fail_of(const struct visit *v, int status, int culprit, int origin);
 
-/* Called when operation g->seq has failed on this rank, whose abort word says why. Tells every rank before the caller
- * gets its tensors back. Ranks that were only told do so too: the first one may have died while it told the others. */
+/* Called when operation g->seq has failed on this rank, whose abort word says why. Tells every rank that the operation
+ * is void, before the caller gets its tensors back. Ranks that were told tell the others too: the first one may have
+ * died on the way. */
 void sync_void(const struct visit *v);
 /* Whether some rank has left operation `seq` in failure. If none has, all that was read from peers before is valid. */
 bool sync_is_void(const struct visit *v, uint64_t seq);
 
-/* Makes the waits of this rank look again. */
+/* Makes this rank's waits look again. */
 void sync_wake_own(const struct visit *v);
 
 /* STATUS_OK, STATUS_DEAD or STATUS_LEFT */
 int sync_gone(const struct visit *v, int rank);
-int sync_marked_gone(const struct visit *v, int rank); /* the same as far as memory tells, without asking the kernel */
+int sync_marked_gone(const struct visit *v, int rank); /* the same by memory alone, without asking the kernel */

@@ -1,7 +1,7 @@
 /* What collectives wait for, and how they signal.
  *
- * A sleeper publishes what it waits for. A rank that signals looks at the sleepers and wakes only those whose
- * condition now holds, so that 32 ranks on 2 cores are woken once each and not at every arrival. */
+ * A sleeper publishes its condition. A rank that signals wakes only the sleepers whose condition now holds, so that 32
+ * ranks on 2 cores are woken once each, not at every arrival. */
 #include "sync/sync.h"
 
 #include <stddef.h>
@@ -16,12 +16,12 @@ static bool rank_satisfies(const struct visit *v, int rank, const struct conditi
     struct control *peer = block_of(v, rank);
     if (c->kind == WAIT_ARRIVED_ALL)
         return atomic_load_explicit(&peer->arrival[c->target & 1].seq, memory_order_acquire) == c->target;
-    /* A peer is at this operation or the next, or has not signalled for long. This also holds when numbers wrap after
-     * 2^40 operations. */
+    /* A peer is at this operation or the next, or has not signalled for long, so the difference decides, even when
+     * numbers wrap after 2^40 operations. */
     return atomic_load_explicit(&peer->progress, memory_order_acquire) - c->target < (uint64_t)2 << PLAN_SIGNAL_BITS;
 }
 
-/* Whether c holds for the rank `sleeper`. */
+/* Whether c holds, for the rank `sleeper`. */
 static bool holds(const struct visit *v, int sleeper, struct condition *c) {
     if (c->kind == WAIT_PROGRESS_ONE) return rank_satisfies(v, c->who, c);
     int world = v->group->world;
@@ -52,7 +52,7 @@ void sync_wake_peers(const struct visit *v) {
 }
 
 void sync_signal(const struct visit *v, uint64_t progress) {
-    /* A peer that sees this signal sees at least what we saw, even that the operation is void. */
+    /* A peer that sees this signal sees all that we saw, even that the operation is void. */
     atomic_thread_fence(memory_order_acquire);
     atomic_store_explicit(&block_of(v, v->group->rank)->progress, progress, memory_order_release);
     sync_wake_peers(v);
@@ -97,7 +97,7 @@ static int check(struct wait *w) {
     return c->check ? c->check(c->context) : STATUS_OK;
 }
 
-/* The first rank that is missing and gone. Looks again afterwards: the rank may have done its part before. */
+/* Finds the first missing rank that is gone, then looks again: the rank may have done its part before. */
 static int find_gone(struct wait *w, int *culprit) {
     const struct visit *v = w->visit;
     const struct condition *c = condition_of(w);
@@ -128,7 +128,7 @@ static const struct wait_kind collective = {
     .is_operation = true,
 };
 
-/* Apart from the first spins, so that those stay short. */
+/* Kept out of sync_wait(), so that its first looks stay short. */
 static __attribute__((noinline)) int wait_for_long(const struct visit *v, struct condition *c,
                                                    struct deadline *deadline) {
     struct group *g = v->group;

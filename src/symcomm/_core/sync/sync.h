@@ -10,17 +10,17 @@ struct condition {
     int who;
     uint64_t target;
     int next;                    /* all ranks below are known to satisfy it */
-    int (*check)(void *context); /* asked while sleeping: STATUS_OK, or why to stop; NULL: nothing to ask */
+    int (*check)(void *context); /* called while sleeping: STATUS_OK, or why to stop; NULL: none */
     void *context;
 };
 
-/* When to give up. Most waits end before it matters, so nobody reads the clock until one takes longer. */
+/* When to give up. Most waits end sooner, so the clock is read only when one takes longer. */
 struct deadline {
     int64_t timeout; /* ns; 0: none */
     int64_t at;      /* ns, CLOCK_MONOTONIC; 0: not known yet */
 };
 
-/* Waits until it holds, the deadline passes, a missing rank dies, or someone aborts. */
+/* Waits until c holds, the deadline passes, a missing rank dies, or a rank aborts. */
 int sync_wait(const struct visit *v, struct condition *c, struct deadline *deadline);
 
 /* Publishes my progress and wakes whoever slept for it. */

@@ -95,7 +95,7 @@ static void tell(const struct wait *w, struct telling *t, int64_t now, int statu
     t->next = pause > 0 ? symcomm_now_ns() + pause : NEVER;
 }
 
-/* Looks again after every reason to stop: a rank that gave up, or is gone, may have done its part before. */
+/* Looks again after every reason to stop: a rank that gave up or is gone may have done its part before. */
 static int sleep_until_over(struct wait *w, struct telling *t) {
     const struct wait_kind *k = w->kind;
     for (;;) {

@@ -15,18 +15,18 @@ struct wait_kind;
 
 enum wait_for_what { WAITS_FOR_RANKS, WAITS_FOR_MESSAGE, WAITS_FOR_SIGNAL };
 
-/* Callers put it first in a struct of their own, which the functions of its kind know. */
+/* Callers put it first in a struct of their own; the functions of its kind know that struct. */
 struct wait {
     const struct wait_kind *kind;
-    const struct visit *visit;   /* NULL: no group's; it sleeps at once */
+    const struct visit *visit;   /* NULL: it belongs to no group, and sleeps at once */
     _Atomic uint32_t *bell;      /* the futex it sleeps on */
     _Atomic uint32_t *sleepers;  /* counts threads that sleep there; NULL: publish() tells the others */
     int missing;                 /* the rank it waits for first, or -1; is_over() keeps this and `word` current */
     const void *word;            /* changes when that rank comes; a processor may watch it; or NULL */
     int64_t deadline;            /* ns, CLOCK_MONOTONIC; 0: none */
     struct flight_entry *record; /* of the call, or NULL */
-    struct group *tells_of;      /* where visit is NULL: whose operation another thread runs */
-    unsigned slices;             /* that it slept; its own */
+    struct group *tells_of;      /* if visit is NULL: the group whose operation another thread runs */
+    unsigned slices;             /* how many this wait has slept */
 };
 
 struct wait_kind {
@@ -36,7 +36,7 @@ struct wait_kind {
     uint32_t (*publish)(struct wait *w);
     /* Takes back what was published. NULL: nothing was. */
     void (*retract)(struct wait *w, int status);
-    /* Called once a slice: STATUS_OK, or why to stop; every rank has been told of that. NULL: nothing to check. */
+    /* Called once a slice: STATUS_OK, or why to stop, which all ranks have been told. NULL: nothing to check. */
     int (*check)(struct wait *w);
     /* STATUS_OK, or how a rank that has not done its part is gone. NULL: no rank can be. */
     int (*find_gone)(struct wait *w, int *culprit);
@@ -44,17 +44,18 @@ struct wait_kind {
      * that counts. */
     int (*give_up)(struct wait *w, int status, int culprit);
     enum wait_for_what what;
-    /* It also ends when its asynchronous call is given up, and the recorder notes how long it took. */
+    /* Whether it waits in an operation: it also ends if its asynchronous call is given up, and the recorder notes how
+     * long it took. */
     bool is_operation;
-    /* It may last for hours while nothing is wrong: slices get longer. */
+    /* It may last for hours with nothing wrong, so slices get longer. */
     bool dozes;
 };
 
 /* STATUS_OK: it is over. */
 int wait_loop(struct wait *w);
 
-/* Waits that last so long, in ns, tell their callers, once they sleep; 0: none does. */
+/* Waits that take so long, in ns, are reported to their callers once they sleep; 0: none is. */
 void wait_tell_after(int64_t ns);
 
-/* For waits that only follow a failure: looks every 0.1 ms whether it is over, for `most_ns` at most. */
+/* For short waits after a failure: looks every 0.1 ms whether it is over, for `most_ns` at most. */
 bool wait_briefly(bool (*is_over)(void *context), void *context, int64_t most_ns);

@@ -1,15 +1,15 @@
 /* Puts torch's CPU tensors into the shared heap: torch's own Allocator, with two methods replaced.
  *
- * torch's class is C++. Ours is a copy of its table of methods, so all that we do not replace is torch's. Python passes
- * the addresses that it found by their symbols; wrap_allocator() tries them with one allocation before torch sees
- * ours. */
+ * torch's class is C++. Ours has a copy of its table of methods, so what we do not replace stays torch's. Python finds
+ * torch's addresses by their symbols; wrap_allocator() tries them with one allocation before torch sees our
+ * allocator. */
 #include <stdatomic.h>
 #include <stdbool.h>
 
 #include "memory/heap.h"
 #include "module/module.h"
 
-/* c10::DataPtr, which methods return through a pointer that the caller passes, as C does for a struct of this size. */
+/* c10::DataPtr. Methods return it through a pointer that the caller passes, as C does for a struct of this size. */
 struct data_ptr {
     void *data;
     void (*deleter)(void *context);
@@ -21,7 +21,7 @@ struct allocator {
     void **methods;
 };
 
-/* The table of methods of c10::Allocator, and the two words before it that say what class it is. */
+/* The table of methods of c10::Allocator, and the two words before it that name the class. */
 enum { ALLOCATE = 2, IS_SIMPLE_DATA_PTR, RAW_DELETER, COPY_DATA, N_METHODS, BEFORE = 2 };
 
 static struct allocator *torchs;
@@ -31,7 +31,7 @@ static struct data_ptr (*torchs_allocate)(struct allocator *self, size_t bytes);
 static void (*torchs_deleter)(void *context);
 static _Atomic size_t least; /* bytes: smaller tensors are ordinary */
 
-/* torch's ProfiledCPUMemoryReporter, by which its profiler counts allocations; NULL if it was not found. */
+/* Returns torch's ProfiledCPUMemoryReporter, through which its profiler counts allocations; NULL if not found. */
 static void *(*reporter)(void);
 static void (*report_new)(void *self, void *at, size_t bytes);
 static void (*report_gone)(void *self, void *at);
@@ -59,7 +59,7 @@ static struct data_ptr allocate(struct allocator *Py_UNUSED(self), size_t bytes)
 
 static void (*raw_deleter(const struct allocator *Py_UNUSED(self)))(void *) { return release; }
 
-/* Whether one allocation looks as we think all do. */
+/* Whether one allocation looks as we expect. */
 static bool is_understood(struct allocator *theirs, void *is_simple_data_ptr) {
     if (theirs->methods[IS_SIMPLE_DATA_PTR] != is_simple_data_ptr) return false;
     void (*(*deleter_of)(const struct allocator *))(void *) = theirs->methods[RAW_DELETER];

@@ -1,5 +1,5 @@
-/* Reads torch's options objects. A call asks three questions of one, and each takes a third of a microsecond in Python;
- * symcomm/torch_backend/options_layout.py has found where the answers lie in memory. */
+/* Reads torch's options objects in memory. A call reads three attributes, each of which takes a third of a microsecond
+ * in Python. symcomm/torch_backend/options_layout.py finds their offsets. */
 #include "torch/options.h"
 
 #include <stdbool.h>
@@ -8,7 +8,7 @@
 
 #define MAX_CALLS 16 /* of the numbers in symcomm/ops.py */
 
-struct layout { /* of the options of one kind of call; offsets in the C++ object, -1: it has no such thing */
+struct layout { /* of one kind of call's options: offsets in the C++ object; -1: it has no such field */
     PyTypeObject *type;
     Py_ssize_t object_at; /* of the pointer to the C++ object in the Python object */
     Py_ssize_t timeout_at, async_at, redop_at, root_at, tensor_at;

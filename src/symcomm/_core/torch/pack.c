@@ -1,4 +1,4 @@
-/* Many small tensors in one call: packed into one buffer, or added up source by source. */
+/* Handles many small tensors in one call: packs them into one buffer, or adds them up source by source. */
 #include <stdlib.h>
 
 #include "module/module.h"
@@ -37,8 +37,8 @@ static PyObject *py_pack(PyObject *Py_UNUSED(self), PyObject *args) {
     return PyBool_FromLong(seen == n);
 }
 
-/* Views tensor i of every list into column[0 .. n_lists], the result's first. Returns whether the core can add them:
- * all viewed, of one type and length, and no longer than `most`. */
+/* Views tensor i of the results and of every list into column[0 .. n_lists]. Returns whether the core can add them: it
+ * could view all, they have one type and length, and are no longer than `most`. */
 static bool view_column(PyObject *results, PyObject *lists, Py_ssize_t n_lists, Py_ssize_t i, int64_t most,
                         struct tensor_view *column) {
     if (!tensor_view(PyList_GetItem(results, i), &column[0]) || column[0].count > most) return false;

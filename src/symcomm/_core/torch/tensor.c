@@ -1,4 +1,4 @@
-/* Views tensors through DLPack: torch's by a function that it exports for this purpose, NumPy's by a method. */
+/* Views tensors through DLPack: torch's by a C function that torch exports for it, NumPy's by a method. */
 #include "torch/tensor.h"
 
 #include "reduce/types.h"
@@ -44,13 +44,12 @@ enum {
 #define MAX_TYPES 4
 static PyTypeObject *known[MAX_TYPES];
 static int (*exchange_view)(void *object, struct dl_tensor *out);
-static PyTypeObject *array_type; /* NumPy's, once somebody has passed one */
+static PyTypeObject *array_type; /* NumPy's, once a program has passed one */
 static PyObject *export_array;   /* its __dlpack__ */
 
-/* DLPack does not say that a tensor stands for the negative or the conjugate of its memory, or for zeros that nobody
- * has written, nor that its storage was given away. torch's C++ object says the first three in its set of dispatch
- * keys, and the last by where in its storage the tensor begins. symcomm/group/torch_layout.py has found where these two
- * words lie. */
+/* DLPack does not say that a tensor is the negative or the conjugate of its memory, that it stands for zeros that were
+ * never written, or that its storage was given away. torch's C++ object says the first three in its set of dispatch
+ * keys, and the last by where in its storage the tensor begins. symcomm/group/torch_layout.py finds these two words. */
 #define MAX_PLAIN 4
 static struct {
     Py_ssize_t object_at;         /* of the pointer to the C++ object in the Python object; 0: not known */
@@ -63,8 +62,8 @@ static struct {
 
 static PyObject *is_neg, *storage_offset; /* methods of the first type, asked where the layout is not known */
 static PyObject *increment_version, *is_grad_enabled, *requires_grad; /* functions of torch's; a name */
-static _Thread_local bool keeps_versions;                             /* in calls that this thread makes now */
-static bool (*asks_requires_grad)(const void *cpp_object);            /* the same as that name; NULL: not known */
+static _Thread_local bool keeps_versions;                             /* for calls that this thread makes now */
+static bool (*asks_requires_grad)(const void *cpp_object);            /* torch's C++ form of it; NULL: not known */
 
 static int dtype_of(const struct dl_tensor *t) {
     if (t->lanes != 1) return -1;
@@ -116,7 +115,7 @@ static bool says_false(PyObject *method, PyObject *tensor) {
     return answer == Py_False;
 }
 
-/* Where in its storage a tensor begins, in elements; -1: it does not tell. */
+/* Where in its storage a tensor begins, in elements; -1: unknown. */
 static int64_t start_of(PyObject *tensor) {
     int64_t start = -1;
     if (layout.object_at) {
@@ -141,12 +140,12 @@ static inline bool is_known(PyTypeObject *type) {
     return exchange_view && (type == known[0] || type == known[1] || type == known[2] || type == known[3]);
 }
 
-/* The C++ object is the same for all classes of tensors. */
+/* All classes of tensors have the same C++ object. */
 static inline bool is_tensor(PyObject *object) {
     return is_known(Py_TYPE(object)) || (exchange_view && PyType_IsSubtype(Py_TYPE(object), known[0]));
 }
 
-/* False: it is not contiguous, or of another dtype. */
+/* False: it is not contiguous, or has a dtype that we do not know. */
 static inline bool describe(const struct dl_tensor *t, struct tensor_view *view) {
     view->dtype = dtype_of(t);
     view->count = contiguous_count(t);
@@ -163,7 +162,7 @@ static inline bool look(PyObject *tensor, struct dl_tensor *t, struct tensor_vie
     return describe(t, view);
 }
 
-/* NumPy does not export arrays that are read-only, in another byte order or of an odd type. The array outlives its
+/* NumPy refuses to export arrays that are read-only, in another byte order or of an odd type. The array outlives its
  * export. */
 static int view_array(PyObject *array, struct tensor_view *view) {
     PyObject *capsule = PyObject_CallFunctionObjArgs(export_array, array, NULL);
@@ -266,7 +265,7 @@ static PyObject *use_autograd(PyObject *Py_UNUSED(self), PyObject *const *args, 
     Py_RETURN_NONE;
 }
 
-/* keep_versions(bool) -> what it was: whether to keep from autograd what calls of this thread write. */
+/* keep_versions(bool) -> what it was: whether to hide from autograd what calls of this thread write. */
 static PyObject *keep_versions(PyObject *Py_UNUSED(self), PyObject *wanted) {
     bool before = keeps_versions;
     keeps_versions = PyObject_IsTrue(wanted) == 1;
