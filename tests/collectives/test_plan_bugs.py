@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from symcomm import collectives
 from symcomm.collectives import Plan
 from symcomm.collectives.interpret import PlanError, describe, run
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Loop, Reduce, Signal, Space, Step, Wait
@@ -214,22 +213,13 @@ FAMILIES = (*ROOTED, *UNROOTED)
 
 
 @pytest.fixture
-def fewer_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fewer_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every algorithm with one slot less than it claims to need."""
-    forget_plans()
     for name in (*FAMILIES, "chunks", "by_node", "nodes"):
         module = sys.modules[f"symcomm.collectives.{name}"]
         for constant in ("SLOTS", "TWO_SHOT_SLOTS", "NODE_SLOTS"):
             if hasattr(module, constant):
                 monkeypatch.setattr(module, constant, getattr(module, constant) - 1)
-    yield
-    forget_plans()
-
-
-def forget_plans() -> None:
-    """Plans are cached by their arguments, and the constants are none."""
-    for name in FAMILIES:
-        getattr(collectives, name).cache_clear()
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])

@@ -57,6 +57,19 @@ def test_new_group():
     threads(_new_group, 4)
 
 
+def _all_reduce_again(g: ProcessGroup) -> None:
+    for _ in range(3):
+        g.all_reduce(torch.ones(100_000))
+
+
+def test_debug_says_once_which_plan_a_group_made(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr("symcomm.group.executor._DEBUG", True)  # SYMCOMM_DEBUG=plan
+    threads(_all_reduce_again, 4)
+    lines = [line for line in capsys.readouterr().err.splitlines() if " all_reduce " in line]
+    why = "two-shot (400000 bytes > one_shot_bytes 32768)"
+    assert sorted(lines) == [f"symcomm plan: all_reduce rank {r}/4 count 100000: {why}" for r in range(4)]
+
+
 def _split(g: ProcessGroup) -> None:
     parity = g.split(g.rank % 2, key=-g.rank)  # highest rank first
     assert parity is not None and parity.name == f"world/1.{g.rank % 2}"

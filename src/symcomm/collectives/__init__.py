@@ -5,8 +5,8 @@
     chunks.py     cutting tensors into pieces and chunks, and turns into loops
     tree.py       the order in which values of ranks are combined
     all_reduce.py, reduce_scatter.py, ...   one file per family, one function per algorithm
-    nodes.py      machines of several NUMA nodes; by_node.py is all_reduce there, the others are with their families
-    select.py     which algorithm a call gets, and the cache of plans
+    nodes.py      machines of several NUMA nodes; by_node.py is all_reduce there, the others are in their families
+    select.py     which algorithm a call gets
     interpret.py  plays all ranks of a plan in one process, and proves it
 
 The names exported here are the functions of select.py.

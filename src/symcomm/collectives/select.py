@@ -1,20 +1,16 @@
-"""Chooses the algorithm of a call. One function per collective; plans are cached, because training repeats its calls.
+"""Chooses the algorithm of a call: one function per collective, which makes one rank's plan.
 
 Counts are elements here and bytes inside the algorithms. Whether a plan has a direct form, and how its chunks are cut,
 depends only on what ranks compare when they arrive, so the plans of all ranks fit together.
-``SYMCOMM_DEBUG=plan`` prints every choice, once.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
-import sys
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from symcomm.collectives.all_gather import (
     all_gather_by_node,
@@ -53,33 +49,15 @@ __all__ = [
 ]  # fmt: skip
 
 DEFAULT = Limits()
-_DEBUG = "plan" in os.environ.get("SYMCOMM_DEBUG", "").split(",")
 
 Direct = tuple[list[Step], list[Need]]
-_Function = TypeVar("_Function", bound=Callable[..., Plan])
-
-
-def _cached(function: _Function) -> _Function:
-    """Remember plans by their arguments; with SYMCOMM_DEBUG=plan, say which one was made and why."""
-
-    @functools.lru_cache(maxsize=1024)
-    @functools.wraps(function)
-    def choose(*args: Any, **kwargs: Any) -> Plan:
-        plan = function(*args, **kwargs)
-        if _DEBUG:
-            what = f"{plan.collective.label} rank {plan.rank}/{plan.world} count {elements_of(plan.count)}"
-            print(f"symcomm plan: {what}: {plan.name} ({plan.why})", file=sys.stderr, flush=True)
-        return plan
-
-    return choose  # type: ignore[return-value]
-
 
 HASHED = 1 << 62  # marks a count that encodes more than a number
-_hashed: dict[int, Sequence[int] | str] = {}  # what hashes of this process stand for, for errors
+_hashed: dict[int, Sequence[int] | str] = {}  # what this process's hashes stand for, for errors
 MOST_HASHED = 1024
 MOST_WORDS = 160  # characters of a list of sizes in an error
-ON_DEVICE = 1 << 61  # marks a count of elements in a GPU's memory: such a call must not meet one of host memory
-WITH_INFOS = 1 << 60  # flipped in a count where ranks also show each other GPU memory: nor must these meet others
+ON_DEVICE = 1 << 61  # marks a count of elements in a GPU's memory: such a call must not meet one in host memory
+WITH_INFOS = 1 << 60  # flipped in a count if ranks also show each other GPU memory: such calls must not meet others
 
 
 def signature_count(counts: Sequence[int], listed: bool = False) -> int:
@@ -93,8 +71,8 @@ def signature_count(counts: Sequence[int], listed: bool = False) -> int:
 
 
 def custom_count(what: Sequence[object], total: int, told: str) -> int:
-    """The number that ranks compare for a user's own plan. ``what``: all that ranks must agree on; ``told``: how errors
-    say it."""
+    """The number that ranks compare for a user's own plan. ``what``: all that ranks must agree on; ``told``: the words
+    for it in errors."""
     return HASHED | _hash(repr(what).encode(), told) << 32 | total & 0xFFFFFFFF
 
 
@@ -117,12 +95,12 @@ def elements_of(count: int) -> int:
 
 
 def sizes_in(count: int) -> str:
-    """A plan's ``count`` in words: the total, or the sizes of all pieces where this process has made their hash."""
+    """A plan's ``count`` in words: the total, or the sizes of all pieces if this process has made their hash."""
     return sizes_of_hash(count >> 32 & 0x1FFFFFFF if count & HASHED else 0) or str(elements_of(count))
 
 
 def sizes_of_hash(code: int) -> str:
-    """``[5, 5, 4]``, or ``[5 (63 times), 4]``; empty where this process does not know them."""
+    """``[5, 5, 4]``, or ``[5 (63 times), 4]``; empty if this process does not know the hash."""
     told = _hashed.get(code, "")
     if isinstance(told, str):
         return told
@@ -132,22 +110,22 @@ def sizes_of_hash(code: int) -> str:
 
 
 def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: Callable[..., Direct], *args: Any) -> None:
-    """Peers read a symmetric tensor at its one address. A list of tensors of one size is one too, where they lie one
-    after another; any other has an address for each. The core finds out."""
+    """Add the direct form. Peers read a symmetric tensor at its one address. A list of tensors of one size counts as
+    one tensor if they lie one after another; any other has an address for each. The core finds out."""
     if nbytes >= limits.direct_bytes:
         plan.direct, plan.needs = direct(plan, *args)
         plan.apart = plan.piece_bytes > 0 and direct in (direct_all_to_all, direct_reduce_scatter, direct_scatter)
 
 
 def _offer_attached(plan: Plan, sizes: Sequence[int], least: int, limits: Limits, large: bool) -> None:
-    """The direct form also works for ordinary tensors whose pieces are all of one size, read out of peers' memory;
-    ``large``: also of those that do not fit in the cache."""
+    """Let the direct form also serve ordinary tensors, read out of peers' memory, if all pieces are of one size.
+    ``large``: even those that do not fit in the cache."""
     if plan.direct is not None and len(set(sizes)) == 1 and sizes[0] >= least and plan.world >= limits.attach_ranks:
         plan.attach_bytes, plan.attach_large = sizes[0], large
 
 
 def _space_out(plan: Plan, sizes: Sequence[int], listed: bool) -> None:
-    """How far apart pieces of a list are to peers. If they are all of one size, ranks with a list and ranks with one
+    """Set how far apart peers find the pieces of a list. If all are of one size, ranks with a list and ranks with one
     tensor may meet; otherwise a list has its own signature."""
     plan.piece_bytes = max(sizes) if listed or len(set(sizes)) == 1 else 0
 
@@ -193,7 +171,6 @@ def _turns(nbytes: int, limits: Limits) -> str:
     return f"{nbytes} bytes {'<=' if nbytes <= limits.chunk_bytes else '>'} chunk_bytes {limits.chunk_bytes}"
 
 
-@_cached
 def all_reduce(rank: int, world: int, count: int, dtype: int, redop: int, limits: Limits = DEFAULT) -> Plan:
     plan = Plan(Collective.ALL_REDUCE, rank, world, count, dtype, redop)
     nbytes = count * ITEMSIZE[dtype]
@@ -209,7 +186,6 @@ def all_reduce(rank: int, world: int, count: int, dtype: int, redop: int, limits
     return plan
 
 
-@_cached
 def reduce(rank: int, world: int, count: int, dtype: int, redop: int, root: int, limits: Limits = DEFAULT) -> Plan:
     plan = Plan(Collective.REDUCE, rank, world, count, dtype, redop, root)
     nbytes = count * ITEMSIZE[dtype]
@@ -223,7 +199,6 @@ def reduce(rank: int, world: int, count: int, dtype: int, redop: int, root: int,
     return plan
 
 
-@_cached
 def reduce_scatter(
     rank: int,
     world: int,
@@ -250,7 +225,6 @@ def reduce_scatter(
     return plan
 
 
-@_cached
 def all_gather(
     rank: int, world: int, counts: tuple[int, ...], dtype: int, listed: bool = False, limits: Limits = DEFAULT
 ) -> Plan:
@@ -271,7 +245,6 @@ def all_gather(
     return plan
 
 
-@_cached
 def broadcast(rank: int, world: int, count: int, dtype: int, root: int, limits: Limits = DEFAULT) -> Plan:
     plan = Plan(Collective.BROADCAST, rank, world, count, dtype, root=root)
     nbytes = count * ITEMSIZE[dtype]
@@ -287,7 +260,6 @@ def broadcast(rank: int, world: int, count: int, dtype: int, root: int, limits: 
     return plan
 
 
-@_cached
 def gather(
     rank: int, world: int, counts: tuple[int, ...], dtype: int, root: int, listed: bool = True, limits: Limits = DEFAULT
 ) -> Plan:
@@ -302,7 +274,6 @@ def gather(
     return plan
 
 
-@_cached
 def scatter(
     rank: int, world: int, counts: tuple[int, ...], dtype: int, root: int, listed: bool = True, limits: Limits = DEFAULT
 ) -> Plan:
@@ -319,7 +290,6 @@ def scatter(
     return plan
 
 
-@_cached
 def all_to_all(
     rank: int,
     world: int,
@@ -347,7 +317,6 @@ def all_to_all(
     return plan
 
 
-@_cached
 def barrier(rank: int, world: int) -> Plan:
     """No rank goes on before all have arrived. The arrival itself does that, so the plan has no steps."""
     return Plan(Collective.BARRIER, rank, world, 0, name="arrival", why="arriving is the whole barrier")

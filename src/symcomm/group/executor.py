@@ -7,6 +7,8 @@ and on GPUs (symcomm.cuda) are its siblings."""
 from __future__ import annotations
 
 import array
+import os
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +20,7 @@ from typing import Any
 from symcomm import collectives, errors
 from symcomm._core import native
 from symcomm.collectives.plan import Plan
-from symcomm.collectives.select import Limits
+from symcomm.collectives.select import Limits, elements_of
 from symcomm.group.buffers import Buffer
 from symcomm.group.custom_plans import CustomCall
 from symcomm.group.failure import call_site, format_site
@@ -30,6 +32,7 @@ from symcomm.types import DType
 
 MOST_PLANS = 4096  # kept by a group; a program that needs more makes them anew
 FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
+_DEBUG = "plan" in os.environ.get("SYMCOMM_DEBUG", "").split(",")  # print which plans are loaded, and why
 
 Buffers = tuple[Sequence[Buffer], Sequence[Buffer]]  # inputs, and outputs
 
@@ -135,6 +138,9 @@ class LocalExecutor(native.SeenCalls, HostExecutor):
     def load_plan(self, plan: Plan) -> Any:
         """``plan`` as the core runs it. Its staging memory is reserved here, so that running out of memory is an error
         at this line. A group that stages nothing reserves none."""
+        if _DEBUG and plan.why:
+            what = f"{plan.collective.label} rank {plan.rank}/{plan.world} count {elements_of(plan.count)}"
+            print(f"symcomm plan: {what}: {plan.name} ({plan.why})", file=sys.stderr, flush=True)
         loaded = native.make_plan(plan.encode())
         self._reserve_stage(native.plan_stage_bytes(loaded))
         return loaded
