@@ -11,6 +11,7 @@ import functools
 import json
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
@@ -29,7 +30,7 @@ from symcomm.cuda.staging import Staging
 from symcomm.cuda.stream_collectives import StreamBarriers, StreamCollectives
 from symcomm.cuda.tensor_views import tensor_view, tensor_view_list, torch_stream
 from symcomm.cuda.via_host import HALF_BYTES, STAGE_BYTES, ViaHostCollectives
-from symcomm.cuda.watchdog import CollectiveSequence
+from symcomm.cuda.watchdog import CollectiveSequence, Outstanding
 from symcomm.group.call_hooks import GROUP_CALLS
 from symcomm.group.executor import LocalExecutor
 from symcomm.group.facade import SUM, GroupCalls
@@ -151,6 +152,25 @@ class CudaGroup(GroupCalls):
     def _all_gather_info(self, info: dict[str, Any]) -> list[dict[str, Any]]:
         """All ranks' facts, in rank order."""
         return [json.loads(item) for item in self.core.all_gather_bytes(json.dumps(info).encode())]
+
+    def watch_wait(
+        self, what: str, passed: Any, peers: list[int], words: Sequence[tuple[int, int]], seconds: float
+    ) -> None:
+        """Have the watchdog look after a stream that waits for ``peers`` until it has passed an event. If they never
+        come, it writes the ``words`` that the stream waits for, each an address and a value."""
+
+        def missing() -> list[int]:
+            return [] if passed.query() else peers
+
+        def release(_: list[int]) -> None:
+            for address, value in words:
+                if passed.query():
+                    return
+                driver().enter(self.device)
+                driver().write(self.rescue.cuda_stream, address, value)
+                self.rescue.synchronize()
+
+        self.failures.watchdog.add(Outstanding(what, missing, release, time.monotonic(), seconds))
 
     @functools.cached_property
     def messages(self) -> CudaMessages:

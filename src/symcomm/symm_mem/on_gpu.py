@@ -7,9 +7,8 @@ the word is 0, and takes it by waiting for 1 and writing 0.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from symcomm.cuda.driver import WAIT_EQUAL, driver
 from symcomm.cuda.failure import CudaFailures, explain_cuda_errors
 from symcomm.cuda.group import CudaGroup, device_group
 from symcomm.cuda.pool import PoolBuffer, RawMemory, find_block, opened_pieces, pool_of, storage_over
-from symcomm.cuda.watchdog import Outstanding
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
 from symcomm.symm_mem.place import Allocation, PeerMemory, Place, persistent
@@ -136,18 +134,8 @@ class PoolPeers(PeerMemory):
                 driver().write(stream.cuda_stream, address, written)
             passed = torch.cuda.Event()
             passed.record(stream)
-
-        def release(_: list[int]) -> None:
-            rescue = self._gpu.rescue
-            for address, awaited, _written in steps:
-                if passed.query():
-                    return
-                driver().enter(self._gpu.device)
-                driver().write(rescue.cuda_stream, address, awaited)
-                rescue.synchronize()
-
-        missing: Callable[[], list[int]] = lambda: [] if passed.query() else peers  # noqa: E731
-        self._gpu.failures.watchdog.add(Outstanding(what, missing, release, time.monotonic(), timeout_ns / 1e9))
+        words = [(address, awaited) for address, awaited, _ in steps]
+        self._gpu.watch_wait(what, passed, peers, words, timeout_ns / 1e9)
 
 
 class OnGPU(Place):

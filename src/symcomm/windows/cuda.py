@@ -6,7 +6,6 @@ The waiting rank's stream waits until the word has reached that value. Nothing o
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from symcomm.cuda.driver import driver
 from symcomm.cuda.failure import CudaFailures, explain_cuda_errors
 from symcomm.cuda.group import CudaGroup, device_group
 from symcomm.cuda.pool import RawMemory, hold, opened_pieces, pool_of, storage_over
-from symcomm.cuda.watchdog import Outstanding
 from symcomm.cuda.work import CudaWork
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.segments import Segment, TensorRef
@@ -185,17 +183,7 @@ class CudaMemory(AnyMemory):
             passed = torch.cuda.Event()
             passed.record(stream)
         self.changed()
-
-        def release(_: list[int]) -> None:
-            rescue = self._gpu.rescue
-            driver().enter(self.device.index)
-            driver().write(rescue.cuda_stream, address, count)
-            rescue.synchronize()
-
-        def missing() -> list[int]:
-            return [] if passed.query() else [rank]
-
-        self._gpu.failures.watchdog.add(Outstanding(what, missing, release, time.monotonic(), seconds))
+        self._gpu.watch_wait(what, passed, [rank], [(address, count)], seconds)
         if not async_op:
             return None
         work = CudaWork(self._gpu, what, [], self)
