@@ -3,11 +3,11 @@
 The first rank listens on a Unix socket without a name in the file system. The others send it the descriptor of their
 arena and receive all ranks' in return. Both ends check the other's user id, and drop connections that are not a rank's.
 If descriptors cannot be passed (ranks in separate network namespaces, or SYMCOMM_SHARE=named), arenas are files in
-SYMCOMM_SHM_DIR (/dev/shm), opened by name and unlinked once all ranks have mapped them. In both cases every rank then
-reads each peer's nonce from the mapped memory. Only this decides whether ranks are on the same host.
+SYMCOMM_SHM_DIR (/dev/shm), opened by name and unlinked once all ranks have mapped them. Either way, every rank then
+reads each peer's nonce from the mapped memory. Only this decides whether ranks are on one host.
 
-If ``connect`` finds several hosts, it says which ranks share memory. Each host's ranks then map their arenas with the
-next exchange (``HostArenas``): a group across hosts (symcomm.hierarchical) is made of one group per host.
+If ``connect`` finds several hosts, it says which ranks share memory. Each host's ranks then map their arenas in the
+next exchange (``HostArenas``), for a group across hosts (symcomm.hierarchical) has a group on each host.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from symcomm.memory.hosts import alike, all_mapped, boot_id, check_versions, hos
 
 __all__ = [
     "Connected", "Deadline", "Exchange", "GroupNotBuilt", "HostArenas", "OthersShortage", "check_descriptors",
-    "connect", "named_directory", "naming_shortages",
+    "connect", "named_directory", "naming_shortages", "peer_of",
 ]  # fmt: skip
 
 # An all-gather of bytes, in rank order: how ranks bootstrap a group. It may have a method check(), which raises once
 # some rank cannot arrive any more.
 Exchange = Callable[[bytes], list[bytes]]
 FDS_PER_MESSAGE = 200  # the kernel takes 253
-SLICE = 0.05  # seconds between two looks whether all others can still come
+SLICE = 0.05  # seconds between two checks that all others can still come
 REASON_LOOKS = 20
 
 log = logging.getLogger("symcomm.memory")
 
 
 class GroupNotBuilt(errors.RankFailedError):
-    """An exchange for a new group ended without one: no rank uses what was exchanged."""
+    """An exchange for a new group failed: no rank uses what was exchanged."""
 
 
 class OthersShortage(errors.ResourceError):
@@ -67,7 +67,7 @@ class Connected(NamedTuple):
 def connect(rank: int, world: int, exchange: Exchange, extra: dict[str, Any], timeout: float) -> Connected:
     """Map every rank's arena, if all ranks are on one host. ``extra``: what else to tell the others.
 
-    Ranks say which arenas they have already mapped, so that all of them know at once whether any must be passed."""
+    Ranks say which arenas they have already mapped, so that all know at once whether any must be passed."""
     arena = current_arena()
     held = peers_mapped()  # arenas without a holder are unmapped
     listener = _listen() if rank == 0 and world > 1 else None
@@ -99,7 +99,7 @@ def connect(rank: int, world: int, exchange: Exchange, extra: dict[str, Any], ti
 def _is_by_name(infos: Sequence[dict[str, Any]], ranks: Sequence[int]) -> bool:
     """Whether these ranks of one host have to open each other's files; the same on all ranks.
 
-    A rank that has been in a group before has no name any more."""
+    The arena of a rank that has been in a group before has lost its name."""
     some = [infos[r] for r in ranks]
     return not all_mapped(some) and all(c["path"] for c in some)
 
@@ -107,8 +107,8 @@ def _is_by_name(infos: Sequence[dict[str, Any]], ranks: Sequence[int]) -> bool:
 def _connect_by_name(
     exchange: Exchange, infos: Sequence[dict[str, Any]], here: Sequence[int], held: list[Peer]
 ) -> list[list[int]]:
-    """Open the files of this rank's host. Returns the hosts: ranks that cannot open each other's files share none."""
-    seen = list(here)  # these ranks pass descriptors later
+    """Open the files of this rank's host. Returns the hosts: ranks that cannot open each other's files are apart."""
+    seen = list(here)  # as these ranks will pass descriptors
     if _is_by_name(infos, here):
         held += _open_named(infos, [r for r in here if peer_by_nonce(_nonce(infos[r])) is None])
         seen = [r for r in here if peer_by_nonce(_nonce(infos[r])) is not None]
@@ -139,11 +139,11 @@ class HostArenas:
 
     @property
     def socket(self) -> str | None:
-        """Where the first rank of this host passes descriptors, if it must."""
+        """The socket at which this host's first rank passes descriptors, if it must."""
         return self._listener.getsockname().hex() if self._listener is not None else None
 
     def connect(self, sockets: Sequence[str | None], deadline: Deadline) -> list[Peer]:
-        """Map the arenas of this host's ranks. ``sockets``: what each of all ranks gave."""
+        """Map the arenas of this host's ranks. ``sockets``: every rank's ``socket``."""
         found, arena = self._found, current_arena()
         if not found.is_mapped:
             infos = [{**found.infos[r], "socket": sockets[self.ranks[0]], "number": r} for r in self.ranks]
@@ -170,13 +170,13 @@ def _prove(infos: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Peer]:
 
 HELLO = struct.Struct("<Q16s")  # a rank, and the nonce that it published, which only ranks can know
 FIRST = struct.Struct("<Q")  # the rank that the first descriptor of a message belongs to
-DONE = b"done"  # from a rank: it has mapped them all; from rank 0: all ranks have
+DONE = b"done"  # from a rank: it has mapped all arenas; from rank 0: all ranks have
 SORRY = b"sorry: "  # instead of anything else: why there will be no group
 REASON_BYTES = 1000
 MESSAGE_BYTES = len(SORRY) + REASON_BYTES
 BACKLOG = 1024
 GREETING_SECONDS = 5.0  # for a connection to say which rank it is
-STRANGERS = 16  # how many connections may keep us waiting for that at a time
+STRANGERS = 16  # how many silent connections may be open at a time
 SHORTAGES = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit on open files (sysctl fs.file-max)",
@@ -194,14 +194,14 @@ def _listen() -> socket.socket:
     return listener
 
 
-def _peer_of(sock: socket.socket) -> tuple[int, int]:
+def peer_of(sock: socket.socket) -> tuple[int, int]:
     """Process and user at the other end, as the kernel reports them."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
 
 def _check_user(sock: socket.socket) -> None:
-    pid, uid = _peer_of(sock)
+    pid, uid = peer_of(sock)
     if uid != os.getuid():
         raise errors.ResourceError(
             f"process {pid} of user id {uid} answers for rank 0, and we are user id {os.getuid()}; refused."
@@ -222,7 +222,7 @@ class Deadline:
         return cls(seconds, getattr(exchange, "check", None))
 
     def look(self, poll: select.poll) -> list[tuple[int, int]]:
-        """What is ready, after a moment at the latest. Raises TimeoutError when the time is over."""
+        """Poll for a moment; returns what is ready. Raises TimeoutError when the time is over."""
         if (left := self._end - time.monotonic()) <= 0:
             raise TimeoutError
         if not (ready := poll.poll(min(left, SLICE) * 1e3)) and self._check is not None:
@@ -250,7 +250,7 @@ class Deadline:
         raise queue.Empty
 
     def await_reason(self) -> None:
-        """A peer hung up: if it had a reason, ``check`` soon learns it and raises it."""
+        """A peer hung up. If it gave a reason, ``check`` will soon raise it."""
         if self._check is not None:
             for _ in range(REASON_LOOKS):
                 self._check()
@@ -277,7 +277,7 @@ def _pass_descriptors(
 
 
 def _name(infos: Sequence[dict[str, Any]], rank: int) -> int:
-    """The number by which users know a rank of this host: its number among the ranks of all hosts."""
+    """The number by which users know a rank of this host: that among the ranks of all hosts."""
     return infos[rank].get("number", rank)
 
 
@@ -288,7 +288,7 @@ def _shortage(what: str, rank: int | None, error: OSError) -> errors.ResourceErr
 
 @contextlib.contextmanager
 def naming_shortages(what: str, rank: int | None = None) -> Iterator[None]:
-    """A ResourceError for what breaks since this process has no descriptors, or no memory."""
+    """Within it, running out of descriptors or memory becomes a ResourceError."""
     try:
         yield
     except OSError as error:
@@ -298,7 +298,7 @@ def naming_shortages(what: str, rank: int | None = None) -> Iterator[None]:
 
 
 def check_descriptors(what: str, rank: int, needed: int) -> None:
-    """Raise ResourceError unless this process can have so many more. For libraries that end it where they lack one."""
+    """Raise ResourceError unless this process can open so many more. For libraries that end the process otherwise."""
     with naming_shortages(what, rank), contextlib.ExitStack() as stack:
         for _ in range(needed):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
@@ -317,10 +317,10 @@ class _Missing(OSError):
 
 
 class _DescriptorServer:
-    """Rank 0's end: takes a descriptor from each rank and gives everybody all of them.
+    """Rank 0's end: takes a descriptor from each rank and sends all of them to all ranks.
 
     The socket's name is public. Connections of other users are closed at once. A connection of our own user must name a
-    rank and its nonce; ranks do not wait for those that do not."""
+    rank and its nonce. One that stays silent holds no rank up."""
 
     def __init__(self, listener: socket.socket, infos: Sequence[dict[str, Any]], arena: Arena):
         self._listener, self._infos = listener, infos
@@ -365,7 +365,7 @@ class _DescriptorServer:
             except (OSError, EOFError):
                 raise _Missing([rank]) from None
         for sock in self._ranks.values():
-            with contextlib.suppress(OSError):  # it died meanwhile; the group's first operation will say so
+            with contextlib.suppress(OSError):  # the rank died meanwhile; the group's first operation will say so
                 sock.send(DONE)
         return peers
 
@@ -374,7 +374,7 @@ class _DescriptorServer:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        pid, uid = _peer_of(sock)
+        pid, uid = peer_of(sock)
         if uid != os.getuid():
             self._drop(sock, f"process {pid} of user id {uid}")
             return
@@ -383,7 +383,7 @@ class _DescriptorServer:
         self._poll.register(sock, select.POLLIN)
 
     def _greet(self, sock: socket.socket) -> None:
-        """Take a descriptor, if it is a rank's."""
+        """Take a descriptor, if the connection is a rank's."""
         self._poll.unregister(sock)
         try:
             data, fds, flags, _ = socket.recv_fds(sock, HELLO.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -398,9 +398,9 @@ class _DescriptorServer:
         for fd in fds:
             os.close(fd)
         if is_rank and flags & socket.MSG_CTRUNC:
-            self._ranks[rank] = sock  # tell it why
+            self._ranks[rank] = sock  # so that it is told why
             _check_received(flags)
-        self._drop(sock, f"process {_peer_of(sock)[0]} of our own user")
+        self._drop(sock, f"process {peer_of(sock)[0]} of our own user")
 
     def _drop_late(self) -> None:
         """Drop connections that have been silent for too long, and the oldest ones if there are too many."""
@@ -409,7 +409,7 @@ class _DescriptorServer:
             if position < late or now > until:
                 del self._silent[fd]
                 self._poll.unregister(sock)
-                self._drop(sock, f"process {_peer_of(sock)[0]}, which said nothing")
+                self._drop(sock, f"process {peer_of(sock)[0]}, which said nothing")
 
     def _drop(self, sock: socket.socket, who: str) -> None:
         self.dropped += 1
@@ -480,14 +480,14 @@ def _check_not_sorry(data: bytes) -> None:
 
 
 def _apologize(sock: socket.socket, error: BaseException | None) -> None:
-    """Tell the others what only this process can know. They notice dead and late ranks themselves."""
+    """Tell the others what only this process knows. They notice dead and late ranks themselves."""
     if isinstance(error, errors.ResourceError):
         with contextlib.suppress(OSError):
             sock.send(SORRY + str(error).encode(errors="replace")[:REASON_BYTES])
 
 
 def _connected(name: bytes, deadline: Deadline) -> socket.socket:
-    """A connection to rank 0. The kernel refuses us at once while others fill its queue, so we try again."""
+    """Connect to rank 0. The kernel refuses us at once while others fill the socket's queue, so we try again."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(deadline.seconds)

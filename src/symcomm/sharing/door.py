@@ -16,13 +16,13 @@ import logging
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 import weakref
 
 from symcomm import errors
 from symcomm._core import native
+from symcomm.memory.share import peer_of
 
 GREETING_SECONDS = 1.0
 LOOK = 0.01
@@ -48,11 +48,6 @@ def check_name(call: str, name: object) -> str:
 
 def token_or_job_token(token: str | None) -> str:
     return os.environ.get("SYMCOMM_TOKEN", "") if token is None else token
-
-
-def _credentials(sock: socket.socket) -> tuple[int, int]:
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, uid
 
 
 class Door:
@@ -89,7 +84,7 @@ class Door:
                 self._greet(sock)
 
     def _greet(self, sock: socket.socket) -> None:
-        pid, uid = _credentials(sock)
+        pid, uid = peer_of(sock)
         if uid != os.getuid():
             log.warning("symcomm: process %d of user id %d asked for %s %r; refused.", pid, uid, self._kind, self._name)
             return
@@ -124,7 +119,7 @@ _doors: weakref.WeakSet[Door] = weakref.WeakSet()
 def _owner(kind: str, name: str) -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(_address(kind, name))
-        return f" (pid {_credentials(sock)[0]})"
+        return f" (pid {peer_of(sock)[0]})"
     return ""
 
 
@@ -154,7 +149,7 @@ def ask(kind: str, name: str, token: str, seconds: float) -> int:
 
 
 def _ask(sock: socket.socket, kind: str, name: str, token: str) -> int:
-    pid, uid = _credentials(sock)
+    pid, uid = peer_of(sock)
     if uid != os.getuid():
         raise errors.CallerError(f"{kind} {name!r}: process {pid} of user id {uid} has it, and this one is of user id "
                                  f"{os.getuid()}; refused.")  # fmt: skip

@@ -83,5 +83,3 @@ struct region_wait {
 int region_reader_gone(const struct region_wait *w, int *culprit);
 /* Returns the status, and who is gone in *culprit. timeout: ns; 0: only look. */
 int region_wait(struct region_wait *w, int64_t timeout, int *culprit);
-
-static inline long status_with(int status, int culprit) { return status | (long)(culprit + 1) << 8; }
