@@ -1,12 +1,12 @@
 """all_gather: every rank ends with every rank's tensor, as pieces of one output or as a list.
 
 streamed   every rank stages its tensor chunk by chunk, all copy the chunks out
-by-node    (nodes.py) so do ranks of its node; in other nodes the rank of its place does, and the others take it from
-           there
-direct     every rank copies out of its peers' symmetric inputs; by node, the rank of its place in another node copies
-           it into all outputs there
+by-node    (nodes.py) ranks of its node do the same; in another node one rank, of the same place, copies the chunk, and
+           the others take it from there
+direct     every rank copies out of its peers' symmetric inputs; by node, the rank of the same place in another node
+           copies it into all outputs there
 
-The input may be the rank's own piece of the output: that copy is then onto itself, and does nothing.
+The input may be the rank's own piece of the output: then that copy is onto itself, and does nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def streamed_all_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
     mine = At(IN, 0, 0, cut.chunk(pieces.sizes[me]))
 
     def put(now: Sizes) -> list[Simple]:
-        """Also into my own output, while the chunk is in the cache."""
+        """Stage a chunk, and copy it into my own output while it is in the cache."""
         return [Copy((lanes[me].at(), pieces.at(OUT, me, cut)), mine, now[me])] if now[me] else []
 
     def get(now: Sizes) -> list[Simple]:
@@ -49,7 +49,7 @@ def direct_all_gather(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need
 
 def all_gather_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Grid) -> None:
     """Turn i: take chunk i of my node's ranks and of my column's, stage chunk i+1, signal, wait for both; then collect
-    what the others of my node took from their columns. All pieces have one size.
+    what other ranks of my node took from their columns. All pieces have one size.
 
     A chunk is staged in one turn and read in the next; a chunk is fetched before a signal and read before the next one.
     So two slots, each for a chunk and for one of each other node.

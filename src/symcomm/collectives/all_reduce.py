@@ -1,11 +1,12 @@
 """all_reduce: every rank ends with the combination, as the tree over ranks, of every rank's tensor.
 
-one-shot   every rank reads every peer's staged tensor and combines all of it; each turn moves one chunk
+one-shot   every rank reads every peer's staged tensor and combines all of it, a chunk in each turn
 two-shot   rank k combines the k-th shard of a chunk and all collect the shards; each byte is combined once
 direct     two-shot straight on symmetric tensors: rank k writes its shard into every peer's output
 
-A rank reads its own contribution from its input, and never stages it for itself. Input and output may be the same
-tensor: a part of the output is written only after its chunk was staged. ``reduce`` is the same with one collector.
+A rank reads its own contribution from its input; it never stages it for itself. Input and output may be the same
+tensor: a part of the output is written only after its chunk was staged. ``reduce`` is the same with the root as the
+only collector.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def two_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -
 
     def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
         steps = combine(now) + (later(put(following), 1) if following else [])
-        if following or root != me:  # in the last turn no rank waits for a root
+        if following or root != me:  # in the last turn no rank waits for the root
             steps.append(Signal(FIRST_SIGNAL, 1))
         return [*steps, Wait(ALL, FIRST_SIGNAL, 1), *(collect(now) if collecting else [])]
 

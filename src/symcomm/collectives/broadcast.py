@@ -1,8 +1,8 @@
 """broadcast: every rank ends with the root's tensor.
 
 streamed   the root stages its tensor chunk by chunk, all copy the chunks out
-by-node    (nodes.py) so do ranks of the root's node; in another node rank i copies slice i of a chunk, and the others
-           take it from there
+by-node    (nodes.py) ranks of the root's node do the same; in another node rank i copies slice i of a chunk, and the
+           others take it from there
 direct     all copy out of the root's symmetric tensor; by node, rank i of another node copies slice i into all outputs
            of its node; of two ranks, the root copies half of its tensor into the other's
 

@@ -1,12 +1,12 @@
 """all_reduce by node (nodes.py): each byte crosses from one node to the next once.
 
 staged     turn by turn, each node a chunk behind the one before it:
-           combine   rank i of a node combines slice i of a chunk: of its own ranks, then with what nodes before have
+           combine   rank i of a node combines slice i of a chunk: its own ranks', then the result of nodes before
            fetch     when the last node has the result, rank i of each other node copies slice i of it, once
            collect   ranks take the other slices from ranks of their own node
-direct     the same straight on symmetric tensors; what a node has of a slice lies in an output meanwhile
+direct     the same straight on symmetric tensors; a node's partial slice lies in an output meanwhile
 
-With W ranks on two nodes a two-shot all_reduce moves W times the tensor between them, this twice.
+With W ranks on two nodes, a two-shot all_reduce moves the tensor between them W times, this one twice.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Staged:
 
     Turn i of node g: combine chunk i-g, stage the next, signal, wait for all; then collect and fetch.
     What is staged in a turn is read in the next, and both end with a wait for all: two slots. What is combined may be
-    read some turns later, see Grid.slots.
-    What is fetched after the wait of one turn is read after the wait of the next: two slots.
+    read some turns later: Grid.slots says how many slots that takes. What is fetched after the wait of one turn is read
+    after the wait of the next: two slots.
     """
 
     def __init__(self, rank: int, grid: Grid, chunk: int):
@@ -57,7 +57,7 @@ class _Staged:
         return At(STAGE, rank, NODE_SLOTS * self.chunk, self.slice, NODE_SLOTS)
 
     def put(self, size: int) -> list[Simple]:
-        """All but my own slice."""
+        """Stage all but my own slice."""
         start, length = shard(size, self.grid.width, self.place)
         end = start + length
         before = copy(self.staged(self.me, 0), At(IN, 0, 0, self.chunk), start)
@@ -121,7 +121,7 @@ def direct_by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> tuple
     def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
         before: list[Simple] = []
         if node:
-            before.append(Wait(me - grid.width, FIRST_SIGNAL - 1, 1))  # has combined the chunk in its last turn
+            before.append(Wait(me - grid.width, FIRST_SIGNAL - 1, 1))  # it combined the chunk in its last turn
         combining, fetching = combine(now[0]), fetch(now[1]) if node != last else []
         steps = later(combining, -node)
         if combining:

@@ -1,4 +1,4 @@
-"""Tools of all families of collectives: they cut tensors into pieces, pieces into chunks, and chunks into loops.
+"""Tools for all families of collectives: cut tensors into pieces, pieces into chunks, and turns into loops.
 
 Vocabulary
     piece     what belongs to one rank: a slice of a tensor, or one tensor of a list
@@ -42,7 +42,7 @@ class Pieces:
 
 
 def start_at_peer(plan: Plan, sizes: Sizes, q: int) -> int:
-    """Where piece q of a peer's input begins: of one tensor, or of a list (``Plan.piece_bytes``)."""
+    """Where piece q of a peer's input begins, in one tensor or in a list (``Plan.piece_bytes``)."""
     return q * plan.piece_bytes if plan.piece_bytes else sum(sizes[:q])
 
 
@@ -84,7 +84,7 @@ class Cut:
     item: int  # bytes of an element
 
     def chunk(self, piece: int) -> int:
-        """Bytes that one turn moves: whole cache lines, unless to round up would end a piece turns early."""
+        """Bytes that one turn moves: whole cache lines, unless rounding up would end a piece several turns early."""
         if not piece:
             return 0
         lines = piece == self.longest or piece > LINE * self.turns**2
@@ -108,7 +108,7 @@ def stage(
 ) -> tuple[Cut, list[Lanes]]:
     """Cut the pieces that ranks stage, given as (rank, pieces), and place each rank's chunks.
 
-    Pieces that fit at once take one turn and one slot. Otherwise it takes the fewest turns whose slots have room in the
+    Pieces that fit at once take one turn and one slot. Otherwise this takes the fewest turns whose slots fit in the
     staging area. With ``skip_own``, pieces are numbered by reader, and a rank does not stage the piece that it reads
     itself.
     """
@@ -188,7 +188,7 @@ def pipeline(pieces: Sizes, chunks: Sizes, turns: int, body: Body, delays: Sizes
         else:
             steps.append(Loop(end - first, tuple(later(run, first))))
     while steps and isinstance(steps[-1], Wait):
-        steps.pop()  # a staged plan need not wait at its end, and this rank is done
+        steps.pop()  # a staged plan need not wait at its end, where this rank is done
     return steps
 
 
@@ -201,7 +201,7 @@ def stream(
     partners: Sequence[int],
     name: str = "streamed",
 ) -> None:
-    """Stage the next chunk, signal, take this one: the pipeline of everything that peers read once.
+    """Stage the next chunk, signal, take this one: the pipeline for all that peers read once.
 
     Turn i puts chunk i+1 and signals, then gets chunk i, then waits until its partners signalled i too. So when a
     rank puts chunk i+1 its partners have signalled i-1: they have taken chunk i-2, maybe not i-1. Hence three slots.
@@ -220,5 +220,6 @@ def stream(
 
 
 def finish(meanwhile: Sequence[Step] = (), signal: int = FIRST_SIGNAL) -> list[Step]:
-    """The end of a direct plan: I no longer touch peers' tensors; ``meanwhile``; no peer touches mine."""
+    """The end of a direct plan: signal that I no longer touch peers' tensors, do the steps of ``meanwhile``, and wait
+    until no peer touches mine."""
     return [Signal(signal), *meanwhile, Wait(ALL, signal)]

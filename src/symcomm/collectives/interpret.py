@@ -4,7 +4,7 @@ What is checked, whatever the schedule
     values     the caller compares what ``run`` returns with what the collective means
     deadlock   no rank can move: the error says which rank waits for which
     order      every read comes after the write it reads, and every write after the accesses it overwrites, *because of*
-               arrivals, signals and waits. Vector clocks decide that, so it finds a race even if luck hides it.
+               arrivals, signals and waits. Vector clocks decide that, so a race is found even if luck hides it.
     bounds     no access beyond a tensor or a staging half; no peer's tensor in a staged plan or when not symmetric
 
 The machine moves whole elements: a ``Block`` holds one integer per element, and byte counts must come out even.
@@ -40,7 +40,7 @@ class DeadlockError(PlanError):
 
 
 class Block:
-    """Elements that are together in memory, and which rank touched each of them last, by vector clock."""
+    """Elements that lie together in memory, and which rank touched each of them last, by vector clock."""
 
     def __init__(self, name: str, values: Any):
         import numpy as np
@@ -131,7 +131,7 @@ class Machine:
     # one rank ------------------------------------------------------------------------------------
 
     def play(self, rank: int) -> Iterator[Blocked | None]:
-        """What a rank does, one step at a time. Yields None if it could go on, or what it waits for."""
+        """Play a rank, one step at a time. Yields None if it could go on, or what it waits for."""
         for seq in range(1, len(self.plans) + 1):
             yield from self.operation(rank, seq)
             self.give_back(rank, seq)
@@ -220,7 +220,7 @@ class Machine:
     # memory --------------------------------------------------------------------------------------
 
     def resolve(self, rank: int, seq: int, at: At, turn: int, nbytes: int, direct: bool) -> Buffer:
-        """The elements that a place names. Refuses those that the plan must not touch."""
+        """The elements that a place names. Raises for those that the plan must not touch."""
         item = ITEMSIZE[self.plans[seq - 1][rank].dtype]
         base, position = self.base(rank, seq, at, item, direct, at.position(turn))
         if position % item or nbytes % item or nbytes <= 0:
@@ -282,7 +282,8 @@ class Machine:
             self.write(rank, buffer)
 
     def move(self, rank: int, sources: list[Buffer], targets: list[Buffer], combine: bool) -> None:
-        """A copy onto itself is nothing; a combination may replace one of its sources; no other overlap is allowed."""
+        """Copy or combine. A copy onto itself does nothing; a combination may replace one of its sources; no other
+        overlap is allowed."""
         for target in targets:
             for other in (*sources, *(t for t in targets if t is not target)):
                 apart = target.start + target.length <= other.start or other.start + other.length <= target.start
@@ -348,7 +349,7 @@ class Machine:
         target = seq * MAX_SIGNALS + value
         yield Blocked([(peer, target) for peer in peers])
         for peer in peers:
-            # what the signal promises, not what the peer happens to have done by now
+            # the clock when it gave that signal, not what it has done since
             progress, clocks = self.history[peer]
             promised = clocks[bisect_left(progress, target)]
             self.clock[rank] = np.maximum(self.clock[rank], promised)

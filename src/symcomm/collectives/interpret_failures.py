@@ -1,15 +1,14 @@
 """Plays plans while a rank fails at some step, and proves that no rank succeeds with wrong values.
 
-What the core does when an operation fails (`_core/sync/fail.c`, `_core/exec/exec.c`), step by step and in any schedule
+What the core does when an operation fails (`_core/sync/fail.c`, `_core/exec/exec.c`), step by step, in any schedule
     telling    the rank that fails tells one rank after the other: stop, and this operation is void. Then its caller
                gets the tensors back and scribbles over them at once. It may be killed before it has told everybody
     learning   a rank whose wait does not hold stops when it was told, or when it waits for a dead one; it then tells
                all others before it returns, as the first one did
-    finishing  a rank that has done its last step looks whether the operation is void, and succeeds only if it is not
-    pushing    a rank that writes into others' outputs looks for that too before it begins, and says when it is
-               through; a rank that fails does not return before all that have arrived are through. If one takes too
-               long (it was stopped), the tensor gets pages of its own, and what the other one writes goes to the old
-               ones
+    finishing  a rank that has done its last step checks whether the operation is void, and succeeds only if it is not
+    pushing    a rank that writes into others' outputs checks that too before it begins, and says when it is through. A
+               rank that fails does not return before all that have arrived are through. If one takes too long (it was
+               stopped), the tensor gets new pages, and the other rank goes on writing to the old ones
 
 What is checked, besides what ``interpret.run`` checks: every rank ends; and no rank writes into a tensor after its
 owner's operation has returned with an error. The caller compares the values of the ranks that succeed.
@@ -29,8 +28,8 @@ from symcomm.collectives.plan import MAX_SIGNALS, Copy, Loop, Need, Plan, Reduce
 class Failure:
     """Rank ``rank`` fails at its ``step``-th step of an operation (counted from 1).
 
-    ``killed``: it dies once it has told so many ranks. ``patient``: whether it waits until all who have arrived are
-    through; otherwise it gives up at once, and its tensor gets pages of its own.
+    ``killed``: it dies once it has told so many ranks. ``patient``: whether it waits until all ranks that have arrived
+    are through; otherwise it gives up at once, and its tensor gets new pages.
     """
 
     rank: int
@@ -136,8 +135,7 @@ class _FailingMachine(Machine):
                 self.scribble(buffer, seq)
 
     def recover(self, rank: int, seq: int) -> Generator[Blocked | None, None, frozenset[int]]:
-        """Waits until no rank writes into my output any more. Returns the blocks that got pages of their own
-        instead."""
+        """Wait until no rank writes into my output any more. Returns the blocks that got new pages instead."""
         outputs = self.tensors[seq - 1][rank].outputs if Need.OUTPUT & self.tensors[seq - 1][rank].symmetric else ()
         if not outputs or not any(map(writes_outputs, self.plans[seq - 1])):
             return frozenset()

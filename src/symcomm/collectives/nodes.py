@@ -1,12 +1,12 @@
-"""Machines whose memory is divided among nodes (NUMA): which ranks are on which node, and what algorithms by node
-share.
+"""Machines whose memory is divided among nodes (NUMA): which ranks are on which node, and the parts that algorithms by
+node share.
 
 A node's cores share the link to other nodes. So in algorithms by node each byte crosses it once, to the one rank of a
-node that has the *place* for it; the others take it from there.
+node that has the *place* for it. The others take it from there.
 
 Sources are combined as the same tree as elsewhere: the ranks of a node, a power of two of them, are a subtree, and so
-are aligned powers of two of nodes, whose result the last of them has. This needs partial results that can be stored:
-not so 16-bit floats, whose sums are rounded once at the end, nor averages.
+are aligned powers of two of nodes, whose result the last of them has. This needs partial results that can be stored,
+which excludes 16-bit floats, whose sums are rounded once at the end, and averages.
 
 Vocabulary
     place     the number of a rank in its node
@@ -46,18 +46,17 @@ class Grid:
         return divmod(rank, self.width)
 
     def beside(self, rank: int) -> list[int]:
-        """The other ranks of its node, from the one after it round to the one before, so that ranks read in different
-        orders."""
+        """The other ranks of its node, starting with the next one, so that ranks read in different orders."""
         node, place = self.of(rank)
         return [node * self.width + (place + k) % self.width for k in range(1, self.width)]
 
     def column(self, rank: int) -> list[int]:
-        """The ranks of its place in the other nodes, from the next node round to the one before."""
+        """The ranks of its place in the other nodes, starting with the next node."""
         return [(rank + k * self.width) % (self.nodes * self.width) for k in range(1, self.nodes)]
 
     def before(self, rank: int) -> list[int]:
-        """Whose partial results this rank adds its node's to, one after the other: the ranks of its place in the last
-        nodes of the subtrees that its own node completes. The last node completes all."""
+        """The ranks whose partial results this rank adds to its node's, one after another: those of its place in the
+        last nodes of the subtrees that its own node completes. The last node completes all."""
         node, place = self.of(rank)
         found, left = [], node  # `left`: how many nodes are to the left of what is combined
         while left and (left & (node + 1 - left) or node == self.nodes - 1):
@@ -73,8 +72,8 @@ class Grid:
 
 
 def grid_of(nodes: Sequence[int], least: int, subtrees: bool) -> Grid | None:
-    """The ranks by node (``nodes[r]``: rank r's), of ``least`` ranks or more each. None unless ranks of a node are
-    consecutive, and nodes have equally many. ``subtrees``: nor unless these are a power of two, and so a subtree."""
+    """The ranks by node (``nodes[r]``: rank r's). None unless the ranks of a node are consecutive, and all nodes have
+    equally many, at least ``least``. ``subtrees``: these must also be a power of two, and so a subtree."""
     count = len(set(nodes))
     if count < 2 or min(nodes) < 0 or len(nodes) % count:
         return None
@@ -86,8 +85,8 @@ def grid_of(nodes: Sequence[int], least: int, subtrees: bool) -> Grid | None:
 
 
 def chunk_in(room: int, nbytes: int, limits: Limits, width: int, lines: int, most: int = 0) -> int:
-    """Bytes of a chunk, of which ``room`` fit, whose ``width`` slices start at cache lines. ``lines``: those of a
-    staging area for the smallest one; ``most``: bytes of the largest one, chunk_bytes unless given."""
+    """Bytes of a chunk, at most ``room``, whose ``width`` slices start at cache lines. ``lines``: how many a staging
+    area needs for the smallest chunk; ``most``: bytes of the largest, chunk_bytes unless given."""
     least = LINE * width
     most = max(min(most or limits.chunk_bytes, room) // least, 1) * least
     if most > room:
@@ -96,7 +95,7 @@ def chunk_in(room: int, nbytes: int, limits: Limits, width: int, lines: int, mos
 
 
 def lane_bytes(nbytes: int, limits: Limits, chunks: int, most: int) -> int:
-    """Bytes of a chunk of at most ``most``, ``chunks`` of which a staging area has room for."""
+    """Bytes of a chunk, at most ``most``, such that ``chunks`` of them fit in a staging area."""
     return chunk_in(limits.stage_bytes // chunks, nbytes, limits, 1, chunks, max(most, 1))
 
 
@@ -108,7 +107,7 @@ def wait_for(ranks: Sequence[int]) -> list[Wait]:
 def combine_by_node(
     targets: tuple[At, ...], partial: At, own: tuple[At, ...], before: Sequence[At], nbytes: int
 ) -> list[Reduce]:
-    """A node's own sources, and what is to the left of them in the tree, from right to left. ``partial``: where this
+    """Combine a node's own sources, then what is to their left in the tree, from right to left. ``partial``: where this
     rank keeps what it has so far."""
     sources = [own, *((left, partial) for left in before)]
     places = [*[(partial,)] * len(before), targets]

@@ -4,8 +4,8 @@ Vocabulary
     space     where bytes live: my input, my output, rank r's staging area, rank r's symmetric tensor
     At        a place in a space; inside a loop it moves by ``stride`` each turn (modulo ``mod`` slots)
     step      copy, reduce, signal, wait, or a loop over chunks
-    signal    "I have come so far": a number that only grows, published to all ranks of the group
-    wait      until one rank, or all the others, have signalled that far
+    signal    "I have come this far": a number that only grows, published to all ranks of the group
+    wait      until one rank, or all others, have signalled that far
 
 How a plan is run (by the C core, and by the interpreter that proves it)::
 
@@ -13,11 +13,11 @@ How a plan is run (by the C core, and by the interpreter that proves it)::
     arrive                    publish sequence number, signature and where my tensors live
     wait for all arrivals     compare signatures: a mismatch ends here, on every rank
     direct                    if every rank that must have symmetric tensors has them; else
-    staged                    (when some rank skipped its head: it runs it now, and all synchronise once)
+    staged                    (if some rank skipped its head, it runs it now, and all synchronise once)
 
-Nobody passes "wait for all arrivals" before everybody has finished the operation before. Staging areas have two
-halves, used in turn, so an operation may write its half before it arrives and need not wait at its end.
-A direct plan lets peers touch user tensors, so it must end with a signal and a wait.
+No rank passes "wait for all arrivals" before all have finished the operation before. Staging areas have two halves,
+used in turn, so an operation may write its half before it arrives, and need not wait at its end. A direct plan lets
+peers touch user tensors, so it must end with a signal and a wait.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Space(enum.IntEnum):
 
 
 class Collective(enum.IntEnum):
-    """What is being done; part of the signature that ranks compare."""
+    """The kind of operation; part of the signature that ranks compare."""
 
     BARRIER = 0
     ALL_REDUCE = 1
@@ -143,7 +143,7 @@ ALGORITHMS = ("", "alone", "arrival", "one-shot", "two-shot", "streamed", "by-no
 
 @dataclass
 class Plan:
-    """What one rank does for one collective, and the signature by which ranks know they mean the same one."""
+    """What one rank does for one collective, and the signature by which ranks know that they mean the same one."""
 
     collective: Collective
     rank: int
@@ -157,11 +157,11 @@ class Plan:
     head: list[Step] = field(default_factory=list)
     staged: list[Step] = field(default_factory=list)
     direct: list[Step] | None = None
-    needs: Sequence[Need] = ()  # per rank; looked at only when there is a direct plan
-    # Of each tensor, when the input is a list that is one tensor if they lie one after another; of the largest, when
-    # they differ. What a step reads of a peer's k-th piece it reads from k times so many bytes on.
+    needs: Sequence[Need] = ()  # per rank; only used if there is a direct plan
+    # Of each tensor of an input list (of the largest, if they differ), which counts as one tensor if they lie one after
+    # another. A step reads a peer's k-th piece at k times so many bytes.
     piece_bytes: int = 0
-    apart: bool = False  # they may also lie apart: the direct part reads no two of a peer's in one step
+    apart: bool = False  # those tensors may lie apart: no step of the direct part reads two of a peer's
     attach_bytes: int = 0  # of each piece that the direct part may read out of a peer's memory, not symmetric; 0: none
     attach_large: bool = True  # also for tensors that do not fit in the cache
 
@@ -184,14 +184,14 @@ class Plan:
 
 
 def _row_of(name: str, fields: str) -> Any:
-    """A kind of row of an encoded plan. Fields that a row does not name are 0."""
-    make: Any = namedtuple  # whose fields mypy would like to know
+    """A kind of row in an encoded plan. Fields that a row does not name are 0."""
+    make: Any = namedtuple  # mypy cannot know its fields
     return make(name, fields, defaults=[0] * len(fields.split()))
 
 
 _Header = _row_of("_Header", native.PLAN_HEADER)
 _Row = _row_of("_Row", native.PLAN_STEP)
-_place = attrgetter(*native.PLAN_PLACE.split())  # which an At has, too
+_place = attrgetter(*native.PLAN_PLACE.split())  # an At has these fields too
 
 
 class _Encoder:

@@ -4,7 +4,7 @@ one-shot   the root reads every peer's staged tensor and combines all of it
 two-shot   rank k combines the k-th shard of each chunk, the root collects the shards
 direct     rank k combines the k-th shard of all symmetric inputs straight into the root's symmetric output
 
-They are all_reduce's, with one collector. Only the root's output may be the same tensor as its input.
+These are all_reduce's algorithms with one collector. Only the root's output may be the same tensor as its input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """reduce_scatter: rank k ends with the combination, as the tree over ranks, of every rank's k-th piece.
 
 streamed   every rank stages its pieces for the others, chunk by chunk, and combines the chunks meant for it
-by-node    (nodes.py) a rank combines what its own node's ranks have for the ranks of its place, then that with what
-           ranks of its place in nodes before have; at last each rank fetches its piece from the last node
+by-node    (nodes.py) for ranks of its place, a rank combines what its node has, then adds it to the result of its
+           place in the nodes before; at the end each rank fetches its piece from the last node
 direct     rank k combines the k-th piece of all symmetric inputs into its own output; by node, as above
 
 The output may be the rank's own piece of its input: no other rank reads that piece, and it is read as it is written.
@@ -62,17 +62,17 @@ def direct_reduce_scatter(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[
 
 @dataclass(frozen=True)
 class _ByNode:
-    """What one rank does in a turn, wherever it reads the pieces of its node's ranks: ``read(rank, piece)``.
+    """What one rank does in a turn. ``read(rank, piece)``: where it reads a piece of one of its node's ranks.
 
     Turn i of node g: combine chunk i-g of the pieces of my column, stage the next chunk, signal, wait for my column
     and, while they stage for me, for ``stagers``; then fetch a chunk of my own piece from the last node. What a turn
-    stages is read before the next signal but one. So two slots; for what it combines see Grid.slots.
+    stages is read before the second signal after it, so two slots. For what it combines, see Grid.slots.
     """
 
     me: int
     grid: Grid
     chunk: int
-    lane: int  # of the staging area, from which on chunks that are combined lie, one for each node's piece
+    lane: int  # of the staging area: from here on it has combined chunks, one for each node's piece
     read: Callable[[int, int], At]
     put: Callable[[int], list[Simple]]
     stagers: list[int]
@@ -130,7 +130,7 @@ def reduce_scatter_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Gri
         return of_input(piece) if rank == me else At(STAGE, rank, piece * NODE_SLOTS * chunk, chunk, NODE_SLOTS)
 
     def put(size: int) -> list[Simple]:
-        """The pieces that other ranks of my node combine."""
+        """Stage the pieces that other ranks of my node combine."""
         others = [piece for piece in ring(world, me) if grid.of(piece)[1] != place]
         targets = [(At(STAGE, me, piece * NODE_SLOTS * chunk, chunk, NODE_SLOTS), piece) for piece in others]
         return [step for target, piece in targets for step in copy(target, of_input(piece), size)]
@@ -144,7 +144,7 @@ def reduce_scatter_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Gri
 def direct_reduce_scatter_by_node(
     plan: Plan, pieces: Pieces, limits: Limits, grid: Grid
 ) -> tuple[list[Step], list[Need]]:
-    """A rank alone reads those of its pieces that belong to its own place, so its output may be one of them."""
+    """Only the rank itself reads those of its pieces that belong to its own place, so its output may be one of them."""
     me, nbytes = plan.rank, pieces.sizes[0]
     chunk = lane_bytes(nbytes, limits, grid.nodes * grid.slots, limits.chunk_bytes // grid.width)
 

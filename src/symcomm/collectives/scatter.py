@@ -1,7 +1,7 @@
 """scatter: rank k ends with the k-th of the root's tensors, or the k-th piece of its one tensor.
 
-streamed   the root stages the others' pieces chunk by chunk, everybody copies its own out
-direct     everybody copies its piece out of the root's symmetric tensor
+streamed   the root stages the others' pieces chunk by chunk, each rank copies its own out
+direct     each rank copies its piece out of the root's symmetric tensor
 """
 
 from __future__ import annotations

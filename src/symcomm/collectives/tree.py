@@ -1,7 +1,7 @@
 """The order in which values of ranks are combined: a balanced binary tree over ranks.
 
-The largest power of two of them below their number, combined, and the others, combined. So every aligned power of two
-of ranks is a subtree. ``TREE`` in _core/reduce/vectors.h is the same for the core's kernels.
+Its left side is the largest power of two below their number, its right side the rest. So every aligned power of two of
+ranks is a subtree. ``TREE`` in _core/reduce/vectors.h is the same for the core's kernels.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 options.py     what may be switched off
 table.py       every functional operator: shape, eager call, gradient, plan, lowering
 runtime.py     what compiled graphs call: comm buffers, collectives that block
-buffers.py     can a value be made straight in symmetric memory, and if not, why
+buffers.py     which values can be made straight in symmetric memory, and why others cannot
 lowering.py    functional operator -> Inductor's IR
 codegen.py     the line of generated code that allocates a comm buffer
 one_shot.py    small sums that Inductor's auto_select makes one-shot
 cost.py        how long a collective and a kernel take, roughly
-calibrate.py   where those numbers come from
+calibrate.py   measures those numbers
 overlap.py     which collectives run beside kernels, and which block
 passes.py      which of torch's graph passes run, and how
 report.py      what happened to each collective

@@ -6,8 +6,8 @@
              kernel(..., out=buf0)                           kernel(..., out=buf0)
              all_reduce_(buf0)    copies buf0                all_reduce_(buf0)    peers read buf0 where it is
 
-torch's comm_lowering realizes a value as a comm buffer. This file first checks whether that would be wrong, useless on
-a CPU, or slower.
+torch's comm_lowering realizes a value as a comm buffer. This file first checks that this would be right, of use on a
+CPU, and not slower.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from symcomm.torch_backend import versions
 
 
 def realize(box: Any, source: Any, group_name: str, direct: bool = True) -> str:
-    """Have the value made in symmetric memory. Returns "" if it will be, else the reason why not.
+    """Have a value made in symmetric memory. Returns "" if it will be, otherwise why not.
 
-    ``source`` is the node of the FX graph that makes it, ``direct`` whether the collective has a form without copies.
+    ``source`` is the FX node that makes the value; ``direct``: whether the collective has a form without copies.
     """
     if not direct:
         return "this collective has no form without copies"
@@ -42,7 +42,7 @@ def realize(box: Any, source: Any, group_name: str, direct: bool = True) -> str:
     buffer = _buffer_of(box)
     reason = _why_not(box, buffer)
     if not reason and source is not None and leaves_graph(source):
-        reason = "it is a result of the graph too"  # torch copies these, so nothing would be won
+        reason = "it is a result of the graph too"  # torch copies results, so nothing would be gained
     if not reason:
         comm_lowering.realize_as_comm_buffer(box, ir.CommBufferType.SYMM_MEM, group_name)
     return reason
@@ -84,7 +84,7 @@ def _covers(box: Any, buffer: Any) -> bool:
 
 
 def leaves_graph(node: Any) -> bool:
-    """Whether the graph returns it, or one of its several results, as it is."""
+    """Whether the graph returns the node's result, or one of several, as it is."""
     return any(user.op == "output" or (is_getitem(user) and leaves_graph(user)) for user in node.users)
 
 
@@ -93,7 +93,7 @@ def whole_view(box: Any) -> Any:
 
     torch copies comm buffers that leave a graph, because its own must not be seen outside, but it lets views through.
     Ours may leave: runtime.comm_buffer reuses memory only when no tensor has it any more. A result that leaves before
-    its wait has to: a copy would copy what is not there yet.
+    its wait must not be copied, since it is not complete yet.
     """
     if not isinstance(box.data, ir.StorageBox) or not isinstance(box.data.data.get_output_spec(), ir.CommBufferLayout):
         return box

@@ -54,14 +54,14 @@ def _symmetric(nbytes: int) -> torch.Tensor:
 
 
 def call_and_launch_us(nbytes: int, seconds: float) -> tuple[float, float]:
-    """A collective that blocks, and the same as a launch and a wait."""
+    """A collective as a blocking call, and as a launch and a wait."""
     tensor, ops = _symmetric(nbytes), torch.ops._c10d_functional
 
     def launch() -> None:
         ops.wait_tensor(ops.all_reduce_(tensor, "sum", "0"))
 
     (blocking,) = fastest([lambda: runtime.all_reduce_(tensor, "sum", "0")], seconds)
-    (launched,) = fastest([launch], seconds)  # not in turns: threads that were just used still spin
+    (launched,) = fastest([launch], seconds)  # not in turns, since threads that were just used still spin
     return blocking, launched
 
 
@@ -78,7 +78,7 @@ def matmul_flops_per_us(seconds: float) -> float:
 def joined_and_apart_us(nbytes: int, seconds: float) -> tuple[float, float]:
     """Four all_reduces of ``nbytes`` that a compiled graph makes at once, or one by one."""
 
-    @torch._dynamo.dont_skip_tracing  # which is what happens to code in this folder
+    @torch._dynamo.dont_skip_tracing  # code in this folder would be skipped
     def function(a: torch.Tensor) -> list[torch.Tensor]:
         return [functional.all_reduce(a * k, "sum", "0") for k in range(4)]
 
@@ -111,7 +111,7 @@ def pieces_and_whole_us(nbytes: int, seconds: float) -> tuple[float, float]:
 
 
 def _first(pays: dict[int, bool], rising: bool) -> int | None:
-    """The largest size at which a choice pays; the smallest one, if it pays from some size on (rising)."""
+    """The largest size at which a choice pays; with ``rising``, the smallest, since it pays from some size on."""
     sizes = [size for size, better in pays.items() if better]
     return (min(sizes) if rising else max(sizes)) if sizes else None
 
@@ -165,6 +165,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from symcomm.compile import calibrate  # ranks look functions up by the name of their module
+    from symcomm.compile import calibrate  # ranks look functions up by their module's name
 
     calibrate.main()

@@ -1,6 +1,6 @@
 """The line of generated code that allocates a comm buffer.
 
-torch's own line names a CUDA device. Ours is for the CPU and reads the same, because tools look for it::
+torch's own line names a CUDA device. Ours is for the CPU and otherwise reads the same, because tools look for it::
 
     before   buf0 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
     after    buf0 = empty_strided_p2p((64, 64), (64, 1), torch.float32, 'cpu', group_name='0', alloc_id=71)
@@ -21,10 +21,10 @@ RUNTIME = "symcomm_runtime"
 IMPORT = f"import symcomm.compile.runtime as {RUNTIME}"
 _BIND = f"empty_strided_p2p = {RUNTIME}.comm_buffer"  # instead of torch's, which it calls for other devices
 
-# Generated code is cached on disk and may meet code that another process generated, so numbers begin anywhere.
+# Generated code is cached on disk and may be used beside another process's code, so numbers begin at random.
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "little") << 14)
 
-_bound: weakref.WeakSet[Any] = weakref.WeakSet()  # writers of modules that have the name
+_bound: weakref.WeakSet[Any] = weakref.WeakSet()  # the writers of modules in which the name is bound
 
 
 def _change_writer() -> Undo:
@@ -41,14 +41,14 @@ _writer = Switch(_change_writer)
 
 
 def write_for_cpu(holder: str) -> Undo:
-    """Make Inductor write the line for CPU tensors, until every holder has undone this. There are two holders: our
-    lowerings, and torch's own lowerings of ``torch.ops.symm_mem`` while these operators take CPU tensors."""
+    """Make Inductor write the line for CPU tensors, until each holder has undone this. There are two: our lowerings,
+    and torch's own lowerings of ``torch.ops.symm_mem`` while these operators take CPU tensors."""
     _writer.on(holder)
     return functools.partial(_writer.off, holder)
 
 
 def _allocate_by(theirs: Callable[..., None]) -> Callable[..., None]:
-    """A function that writes that line, for both devices."""
+    """Wraps torch's function that writes the line, so that it serves both devices."""
 
     def allocate(self: Any, code: Any) -> None:
         node: Any = self.node

@@ -1,8 +1,8 @@
 """How long a collective and a kernel take, roughly: enough to tell 5 microseconds from 500.
 
 The numbers are from two Neoverse N1 cores with one rank each; ``python -m symcomm.compile.calibrate`` measures them on
-any machine. Near the border both choices take about the same time, and results never depend on it. Where ranks' calls
-have to match (which collectives are joined), ranks decide by sizes alone; whether to block or to wait later, each
+any machine. Near the border both choices take about the same time, and results never depend on it. If ranks' calls have
+to match (which collectives are joined), ranks decide by sizes alone. Whether to block or to wait later, each rank
 decides for itself.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-# A blocking collective of a few bytes, called as graphs call it. calibrate: 5.7, the fastest on a busy machine.
+# A blocking collective of a few bytes, as graphs call it. calibrate: 5.7, the fastest on a busy machine.
 CALL_US = 6.0
-# What a launch and a wait cost above a blocking call: two changes of thread, a Work and its registration.
+# How much more a launch and a wait cost than a blocking call: two changes of thread, a Work, its registration.
 # BENCHMARKS.md, "Through torch.distributed", on a quiet machine: 57 - 9.6. (calibrate on a busy one: 160 to 450.)
 HANDOFF_US = 47.0
 # BENCHMARKS.md, all_reduce of 1 MiB of symmetric memory, quiet: 49.9 us, 1.0 of which it takes for 8 bytes, too.
@@ -73,13 +73,13 @@ _limits = [BUCKET_BYTES]  # the last one holds
 
 
 def bucket_bytes() -> int:
-    """Up to how many bytes together collectives are joined."""
+    """The most bytes of collectives that are joined into one."""
     return _limits[-1]
 
 
 @contextlib.contextmanager
 def bucketing_up_to(nbytes: int) -> Iterator[None]:
-    """Another limit, to measure with. On every rank alike."""
+    """Within it, another limit, for measurements. All ranks use it alike."""
     _limits.append(nbytes)
     try:
         yield

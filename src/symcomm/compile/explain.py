@@ -1,4 +1,4 @@
-"""What ``torch.compile`` makes of a function's collectives."""
+"""Explains what ``torch.compile`` makes of a function's collectives."""
 
 from __future__ import annotations
 

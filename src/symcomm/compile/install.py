@@ -107,8 +107,8 @@ def _with_settings(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_operators(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Install the operators that code from the compiler's cache may call, though this process has not needed them
-    yet."""
+    """Wraps the loading of code from the compiler's cache: first installs operators that it may call, and that this
+    process has not needed so far."""
 
     @functools.wraps(theirs)
     def post_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def _with_operators(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_our_key(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Add our key to the cache's: on another backend's group of the same name, the same graph compiles differently."""
+    """Adds our key to the cache's: a graph compiles differently if another backend's group has the same name."""
 
     @functools.wraps(theirs)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -143,6 +143,6 @@ def _key() -> str:
     ours = [(group.group_name, group.size()) for group in groups]
     idle = [cost.has_idle_cores(size) for _, size in ours]
     chosen = f"{options.current().key()} {cost.bucket_bytes()}"
-    if report.is_debugging():  # a graph from the cache would report nothing
+    if report.is_debugging():  # graphs from the cache report nothing
         chosen += os.urandom(8).hex()
     return f"{options.digest(Path(__file__).parent)} {chosen} {sorted(ours)} {idle}" if ours else ""

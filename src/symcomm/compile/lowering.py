@@ -38,7 +38,7 @@ def group_of(node: Any) -> Any:
     try:
         return our_group_of(given) if isinstance(given, (str, ProcessGroup)) else None
     except RuntimeError:
-        return None  # no group has that name here: torch's lowering needs none
+        return None  # no group has that name here, and torch's lowering needs none
 
 
 def name_groups(graph: Any) -> None:
@@ -52,8 +52,7 @@ def name_groups(graph: Any) -> None:
 
 
 class BlockingKernel(ir._CollectiveKernel):
-    """A collective that has ended when the next line runs. Only the name of the called function differs from
-    torch's."""
+    """A collective that has ended when the next line runs. Only the called function's name is not torch's."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -66,8 +65,8 @@ class BlockingKernel(ir._CollectiveKernel):
 
 @contextlib.contextmanager
 def kept_until_awaited(node: Any) -> Iterator[None]:
-    """Entered while a collective is lowered. Inductor reuses memory after its last use, and a wait is a use. If the
-    graph does not wait for the collective, its caller may; until then peers read and write these tensors."""
+    """Entered while a collective is lowered; keeps its tensors' memory. Inductor reuses memory after its last use,
+    which is the wait. If the graph does not wait, its caller may, and until then peers read and write these tensors."""
     before = len(V.graph.operations)
     yield
     if overlap.is_awaited(node) or overlap.blocks(node, group_of):
@@ -90,11 +89,11 @@ def in_place(entry: Any, theirs: Lowering, inputs: Any, *args: Any) -> Any:
 
 
 def then_in_place(entry: Any, theirs: Lowering, inputs: Any, *args: Any) -> Any:
-    """all_reduce, broadcast: on a copy, which the kernel that makes the input writes instead of the input."""
+    """all_reduce, broadcast: work on a copy, which the kernel that makes the input writes directly."""
     node = V.graph.current_node
     boxes = []
     for box in map(clone, _listed(inputs)):
-        if not overlap.blocks(node, group_of):  # as in torch: a launch fused with others would wait for them
+        if not overlap.blocks(node, group_of):  # as in torch: fused with other kernels, the launch would wait for them
             box.realize()
             V.graph.no_fuse_buffer_names.add(box.get_name())
         boxes.append(ir.ExternKernel.require_contiguous(box))
@@ -176,7 +175,7 @@ def as_torch_does(entry: Any, theirs: Lowering, inputs: Any, *args: Any, **kwarg
 
 
 def wait(theirs: Lowering, box: Any) -> Any:
-    """A collective that blocked needs no wait. A result that leaves the graph here leaves it without a copy."""
+    """A collective that blocked needs no wait. If the result leaves the graph here, it is not copied."""
     node = V.graph.current_node
     source = node.args[0]
     if overlap.is_getitem(source):

@@ -26,7 +26,7 @@ def is_selected(box: Any, reduce_op: str, group_name: Any) -> bool:
     if not config._collective.auto_select or not versions.allocates_comm_buffers():
         return False
     if not getattr(box.get_numel(), "is_number", True):
-        return False  # torch would choose it for symbolic sizes too, and then fail to allocate
+        return False  # torch would choose it for symbolic sizes too, and fail to allocate
     symm_mem.install()  # the operator takes CPU tensors, and every group of ours has symmetric memory
     return comm_lowering._should_lower_as_one_shot_all_reduce(box, reduce_op, group_name)
 

@@ -1,4 +1,4 @@
-"""What may be switched off, by code or by ``SYMCOMM_COMPILE=no-bucket,overlap``."""
+"""Options: what a program may switch on or off, by code or by ``SYMCOMM_COMPILE=no-bucket,overlap``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _from_environment() -> Options:
     return Options(**chosen)
 
 
-_current: list[Options] = []  # the last one holds; the first is read from the environment on first use
+_current: list[Options] = []  # the last holds; the first is read from the environment, on first use
 
 
 def current() -> Options:
@@ -54,7 +54,7 @@ def current() -> Options:
 
 @contextlib.contextmanager
 def configure(**changes: bool | None) -> Iterator[Options]:
-    """``with configure(bucket=False): ...``: options for all that is compiled inside, the same on every rank.
+    """``with configure(bucket=False): ...`` sets options for all that is compiled within it. All ranks set the same.
 
     Raises: BadArgumentError."""
     known = [field.name for field in fields(Options)]
@@ -72,5 +72,5 @@ def configure(**changes: bool | None) -> Iterator[Options]:
 
 @functools.cache
 def digest(folder: Path) -> str:
-    """A digest of the sources there, for the compiler's caches: another version of them generates other code."""
+    """A digest of the sources in ``folder``, for the compiler's caches: other versions of them generate other code."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()

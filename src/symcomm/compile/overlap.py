@@ -10,10 +10,9 @@
              wait(t)                                                      other()
              use(t); other()                                              wait(t); use(t)
 
-A launch and a wait cost more than a call that blocks. So for each collective we ask: how much work is there that
-neither needs it nor is needed by it? torch moves launches up and waits down (comms.raise_comms, comms.sink_waits), on
-the scheduler's nodes, after kernels are fused. passes.py switches that on for graphs in which some collective does not
-block.
+A launch and a wait cost more than a call that blocks. So for each collective we ask how much work neither needs it nor
+is needed by it. torch moves launches up and waits down (comms.raise_comms, comms.sink_waits), on the scheduler's nodes,
+after kernels are fused. passes.py switches that on for graphs in which some collective does not block.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 
 from symcomm.compile import cost, options
 
-# Operators for which runtime.py has a call that blocks. Messages, and calls that torch joined, have none.
+# Operators for which runtime.py has a blocking call. Messages, and calls that torch has joined, have none.
 _CAN_BLOCK = {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out"}
 _CAN_BLOCK |= {"all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_"}
 _CAN_BLOCK |= {"all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"}
@@ -68,8 +67,7 @@ def _has_wait(node: Any) -> bool:
 
 
 def await_once(graph: Any, ours: Callable[[Any], Any]) -> None:
-    """Keep one wait for each result of a collective of ours: the values of a graph do not change, so all waits give the
-    same.
+    """Keep one wait for each result of our collectives: values of a graph never change, so all waits give the same.
 
     ::
 
@@ -106,7 +104,7 @@ def _blocks(node: Any, group: Any) -> bool:
         return False
     if _is_copied_at_the_end(node):
         return True
-    if not waits_of(node):  # they are in another graph
+    if not waits_of(node):  # another graph waits
         return False
     chosen = options.current()
     if chosen.block is not None:
@@ -119,8 +117,8 @@ def _blocks(node: Any, group: Any) -> bool:
 
 
 def _is_copied_at_the_end(node: Any) -> bool:
-    """Whether a result that the graph returns as it is before its wait has other strides than Inductor's buffers: it
-    is copied when the graph returns it, and must be there by then."""
+    """Whether the graph returns a result before its wait and has to copy it, since its strides are not those of
+    Inductor's buffers. Such a result must be complete when the graph returns."""
     results = [node, *(user for user in node.users if is_getitem(user))]
     leaves = [one for one in results if any(user.op == "output" for user in one.users)]
     values = [one.meta.get("val") for one in leaves]
@@ -128,7 +126,7 @@ def _is_copied_at_the_end(node: Any) -> bool:
 
 
 def _independent_us(node: Any) -> float:
-    """The time of kernels that neither need the result of a collective nor are needed for it."""
+    """The time of all kernels that neither need the collective's result nor are needed for it."""
     tied = _reached([node], lambda n: n.all_input_nodes) | _reached(waits_of(node), lambda n: n.users)
     return sum(cost.kernel_us(n) for n in node.graph.nodes if n not in tied and not is_wait(n))
 

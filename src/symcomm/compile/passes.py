@@ -1,7 +1,7 @@
 """Which of torch's graph passes run on graphs with our collectives, and how.
 
-torch has the passes, all switched off. This file decides when each pays with collectives in shared memory. It leaves
-what a user has switched on as it is.
+torch has these passes, switched off. This file decides when each pays with collectives in shared memory. What a user
+has switched on stays on.
 
 Bucketing (fx_passes/bucketing.py), for collectives of up to cost.bucket_bytes() that follow one another::
 
@@ -62,14 +62,15 @@ def settings_for(graph: Any) -> dict[str, Any]:
 
 
 def _sizes_are_known(found: dict[Any, Any]) -> bool:
-    """Ranks whose example sizes differ would join different collectives, and then wait for each other in vain."""
+    """Whether all sizes are known. Ranks with different example sizes would join different collectives, and wait for
+    each other in vain."""
     values = [n.meta.get("val") for node in found for n in node.all_input_nodes]
     return not any(isinstance(size, torch.SymInt) for v in values for size in getattr(v, "shape", ()))
 
 
 def _may_be_joined(found: dict[Any, Any], operator: str) -> bool:
-    """torch joins all collectives that the graph waits for, and fails if anything but one wait uses such a result: a
-    graph may return it before the wait."""
+    """Whether torch can join the operator's collectives. It joins all that the graph waits for, and fails if anything
+    but one wait uses a result; but a graph may return a result before its wait."""
     awaited = [node for node in found if node.target._opname == operator and overlap.waits_of(node)]
     return all(len(node.users) == 1 for node in awaited)
 
@@ -98,7 +99,7 @@ def _wants_fusing(found: dict[Any, Any]) -> bool:
 
 @contextlib.contextmanager
 def applied(graph: Any) -> Iterator[None]:
-    """Applies the settings for one graph while it is compiled."""
+    """Applies a graph's settings while it is compiled."""
     name_groups(graph)
     overlap.await_once(graph, group_of)
     reinplaced.note_functional(graph, group_of)
@@ -116,7 +117,7 @@ def applied(graph: Any) -> Iterator[None]:
 
 
 def _tell(graph: Any, before: int) -> None:
-    """Report what the passes did to collectives that are not there any more."""
+    """Report what became of the collectives that the passes removed."""
     fused = [node for node in graph.nodes if str(node.target).startswith("symm_mem.fused_")]
     for node in fused:
         report.note(_fused_record(node))
@@ -143,7 +144,7 @@ def _fused_record(node: Any) -> report.Record:
 
 
 def _look(nodes: list[Any]) -> list[Any]:
-    """The last pass: it changes nothing, and reports what the others did."""
+    """The last pass: changes nothing, and reports what the others did."""
     from torch._inductor.utils import contains_collective, contains_wait
 
     launched: dict[str, int] = {}

@@ -1,12 +1,12 @@
-"""Collectives that torch's pass lets write their input (fx_passes/reinplace.py), and where that is wrong.
+"""Finds collectives that torch's pass (fx_passes/reinplace.py) wrongly lets write their input.
 
 ::
 
     before   z = all_reduce(x); u = wait(z); f(u)      after   z = all_reduce_(x); u = wait(z); f(u)
 
-The pass checks whether anybody reads the input afterwards. On any backend, it misses two cases:
+The pass checks that no node reads the input afterwards. On any backend, it misses two cases:
 
-* An input of the graph is overwritten at the end, and the result, which now lies there, is needed after that::
+* An input of the graph is overwritten at the end, but the result, which now lies there, is needed afterwards::
 
     z = all_reduce(x); ...; copy_(x, y); return z
 
@@ -16,7 +16,7 @@ The pass checks whether anybody reads the input afterwards. On any backend, it m
 
     z = all_reduce(x); u = wait(z); v = all_reduce(u); return z, wait(v)
 
-In both, the operator is lowered as what it was, on a copy.
+In both cases we lower the operator that was there before, which works on a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WAS_FUNCTIONAL = "symcomm_functional"
 
 
 def note_functional(graph: Any, ours: Callable[[Any], Any]) -> None:
-    """Mark, before torch's passes, the collectives that write nothing."""
+    """Before torch's passes: mark the collectives that write nothing."""
     for node in collectives_of(graph, ours):
         node.meta[_WAS_FUNCTIONAL] = not node.target._schema.is_mutable
 
@@ -57,7 +57,7 @@ def _is_needed_elsewhere(node: Any, source: Any) -> bool:
 
 
 def _shown_by(node: Any) -> Iterator[Any]:
-    """The node, what it is a view of, and so on."""
+    """The node, the node that it is a view of, and so on."""
     while isinstance(node, torch.fx.Node):
         yield node
         node = node.args[0] if _passes_on(node) else None

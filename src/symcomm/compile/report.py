@@ -1,4 +1,4 @@
-"""What happened to each collective of a graph. ``SYMCOMM_DEBUG=compile`` says it on stderr, explain() in a table."""
+"""What happened to each collective of a graph. ``SYMCOMM_DEBUG=compile`` prints it, explain() makes a table of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Record:
     dtype: str
     nbytes: int | None  # of all inputs; None if that is known only at run time
     group: str
-    plan: str  # how it runs, and why so
+    plan: str  # how it runs, and why
     zero_copy: bool
     reason: str = ""  # why not
     wait: str = ""  # what became of its wait
@@ -51,7 +51,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[Record]]:
-    """Collects the records of all that is compiled inside."""
+    """Within it, collects the records of all that is compiled."""
     records: list[Record] = []
     _listeners.append(records)
     try:

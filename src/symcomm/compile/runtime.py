@@ -1,7 +1,7 @@
 """What compiled graphs call.
 
-A graph's generated code calls this file to allocate a comm buffer, and to run a collective beside which nothing can
-run. Both happen once an iteration, so both are fast.
+A graph's generated code allocates comm buffers here, and runs the collectives beside which nothing can run. Both happen
+in every iteration, so both are fast.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _resolve: Any = _resolve_process_group
 
 # --- comm buffers -----------------------------------------------------------------------------------------------------
 
-MOST = 32  # buffers that one line of code keeps; only a program that collects results without end needs more
+MOST = 32  # buffers that one line of code keeps; only a program that keeps all results would need more
 
 
 class BufferSlot:
@@ -50,7 +50,7 @@ class BufferSlot:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
         self.storage = tensor.untyped_storage()._cdata
-        self.idle = _storage_Use_Count(self.storage)  # its value while nothing else has a view
+        self.idle = _storage_Use_Count(self.storage)  # the count while nothing else has a view
 
     def is_free(self) -> bool:
         return _storage_Use_Count(self.storage) == self.idle
@@ -62,9 +62,9 @@ _places: weakref.WeakKeyDictionary[ProcessGroup, dict[int, list[BufferSlot]]] = 
 def comm_buffer(
     size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: Any, group_name: str, alloc_id: int
 ) -> Tensor:
-    """An empty tensor in symmetric memory: the same memory each time the line of this ``alloc_id`` runs, unless a
-    result of an earlier run still lies there. So results may leave the graph without a copy, and peers see the same
-    addresses every iteration. Devices other than "cpu" are torch's.
+    """An empty tensor in symmetric memory: the same memory each time the line ``alloc_id`` runs, unless a result of an
+    earlier run still lies there. So results may leave the graph without a copy, and peers see the same addresses every
+    iteration. Devices other than "cpu" are torch's.
     """
     if device != "cpu":
         return _SymmetricMemory.empty_strided_p2p(size, stride, dtype, device, group_name, alloc_id)
@@ -75,7 +75,7 @@ def comm_buffer(
     kept = known.setdefault(alloc_id, [])
     for _ in range(len(kept)):
         try:
-            place = kept.pop(0)  # taken out, so that no other thread looks at it meanwhile
+            place = kept.pop(0)  # taken out, so that no other thread uses it meanwhile
         except IndexError:
             break
         tensor = _view(place.tensor, size, stride, 0) if place.is_free() else None
@@ -120,8 +120,8 @@ def _options(kind: Any, op: str | None = None, root: int | None = None) -> Any:
 
 
 def all_reduce_(tensor: Tensor, op: str, group_name: str) -> None:
-    """Straight to the core, unless an observer watches the group's calls. A model that writes tokens waits for many of
-    these calls. Between them its weights push everything else out of the caches, so each object on the way costs."""
+    """Runs in the core alone, unless an observer watches the group's calls. A model that writes tokens waits for many
+    of these calls. Between them its weights push everything else out of the caches, so each object on the way costs."""
     group = _resolve(group_name)
     if group.calls.handle is None or is_profiling():
         group.allreduce([tensor], _options(AllreduceOptions, op))

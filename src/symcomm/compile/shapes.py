@@ -52,7 +52,7 @@ def all_to_all(input: Tensor, out_splits: Sequence[int], *_: object) -> Tensor:
 
 
 def shard_dim(input: Tensor, gather_dim: int, shard_dim: int, group_size: int, *_: object) -> Tensor:
-    """Split along ``gather_dim`` before, along ``shard_dim`` afterwards."""
+    """The result of a tensor split along ``gather_dim`` before, and along ``shard_dim`` afterwards."""
     shape = list(input.shape)
     shape[gather_dim] *= group_size
     shape[shard_dim] //= group_size

@@ -44,7 +44,7 @@ class Entry:
         return getattr(functional, self.rule, None) if self.rule else None
 
     def plan_words(self, node: Any, group: Any, counts: Sequence[int], dtype: torch.dtype, direct: bool) -> str:
-        """How the core will run it: the same choice that eager calls make."""
+        """How the core will run it, which is the choice that eager calls make."""
         if self.plan is None or dtype not in torch_dtypes():
             return "by its parts"
         plan = self.plan(group.rank(), group.size(), sum(counts), torch_dtypes()[dtype])
@@ -109,5 +109,5 @@ _ENTRIES = (
 )  # fmt: skip
 TABLE = {entry.operator: entry for entry in _ENTRIES}
 WAIT = _C + "wait_tensor"  # gives its input once the input's Work has ended; gradients go through a wait of their own
-# The same for several tensors (since torch 2.14), in gradients of coalesced collectives. torch's lowering handles it.
+# The same for several tensors, in gradients of coalesced collectives (since torch 2.14). torch's lowering serves it.
 WAIT_FOR_ALL = _C + "wait_tensors"

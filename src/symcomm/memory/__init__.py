@@ -8,5 +8,5 @@ limits.py          how much memory is left, and which setting limits it
 control_groups.py  the control groups of this process, and the processor time that they grant
 numa.py            which part of the machine's memory is near a rank
 hosts.py           which ranks should share a host
-share.py           how ranks map each other's arenas, which proves that they do
+share.py           how ranks map each other's arenas, and prove that they do
 """

@@ -1,20 +1,20 @@
 """An arena: one rank's shared memory.
 
-It is one memfd, far larger than its contents will ever be (pages exist only where something was allocated). So every
-peer maps it once, and (rank, offset) is a tensor's place for ever. It has no name in any file system: when the last
-process that maps it is gone, so is the memory.
+It is one memfd, far larger than its contents will ever be (pages exist only where something was allocated). So peers
+map it once, and (rank, offset) stays a tensor's place for ever. It has no name in any file system: the memory is gone
+with the last process that maps it.
 
 Header of an arena, in its first page::
 
     0    magic
     8    nonce (16 bytes): peers read it to prove that they see the same memory
     24   process id
-    64   life: the word the kernel marks when the owner dies (see _core/memory/life.h); the cores that the
-         owner may use, and how many of its long waits ended in which way
-    2048 what the lock watch has to say, 1024 bytes (see _core/observe/gil_watchdog.c)
+    64   life: the word that the kernel marks when the owner dies (see _core/memory/life.h); the cores that the
+         owner may use, and how its long waits ended
+    2048 what the watchdog of the interpreter lock says, 1024 bytes (see _core/observe/gil_watchdog.c)
 
-The flight recorder (see flight.py) starts at the second page. After it, other processes ask where the rank is in its
-program (see _core/observe/whereabouts.h). Then come the allocations.
+The flight recorder (see flight.py) starts at the second page. Behind it is the place where other processes ask where
+the rank is (see _core/observe/whereabouts.h). Then come the allocations.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Peer:
 
 
 def whereabouts_at(flight_head: bytes) -> int:
-    """Where in an arena its owner is asked where it is: behind the flight recorder, which begins with these bytes."""
+    """The offset where others ask the owner where it is: behind the flight recorder, which begins with these bytes."""
     return PAGE + flight_bytes(int.from_bytes(flight_head[8:16], "little"))
 
 
@@ -147,7 +147,7 @@ def read_waits(fd: int) -> tuple[int, ...]:
 
 _peers: weakref.WeakValueDictionary[bytes, Peer] = weakref.WeakValueDictionary()  # arenas mapped by this process
 _peers_lock = threading.RLock()
-_with_heaps: list[Peer] = []  # mapped for ever: forked children have tensors in their parent's heap
+_with_heaps: list[Peer] = []  # mapped for ever: forked children use tensors in their parent's heap
 
 
 def peer_by_nonce(nonce: bytes) -> Peer | None:
@@ -160,7 +160,7 @@ def peers_mapped() -> list[Peer]:
 
 
 def add_peer(peer: Peer) -> Peer:
-    """The one object for this arena, remembered while it is in use."""
+    """The one object for an arena, remembered while it is in use."""
     with _peers_lock:
         return _peers.setdefault(peer.nonce, peer)
 
@@ -204,7 +204,7 @@ class Arena:
         self._busy = False  # the lock's holder is changing the heap
         self.spares: dict[Any, list[int]] = {}  # parts of groups that were not made; only the same ranks may reuse them
         self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
-        self._idle = 0  # about how many freed bytes kept their pages
+        self._idle = 0  # roughly how many freed bytes still have pages
         self._unasked = ASK_BYTES  # allocated since we last asked how much memory is left
         self._pid = os.getpid()
         weakref.finalize(self, _close, self._pid, self.fd, life, self.peer).atexit = False
@@ -213,7 +213,7 @@ class Arena:
         self.move_to(current_node())
 
     def move_to(self, node: int) -> None:
-        """Take pages from this NUMA node while it has some; UNBOUND: from where they are first touched."""
+        """Take pages from this NUMA node while it has some; UNBOUND: from the node that first touches them."""
         if node not in (self.node, UNBOUND) and native.prefer_node(self.base, self.nbytes, node):
             self.node = node
 
@@ -226,9 +226,9 @@ class Arena:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self.path = path
             _remove_at_exit(self, path)
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, in whatever way
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it does
         os.ftruncate(self.fd, self.nbytes)
-        # A file system may become full. What we write there without a check gets its pages now.
+        # A file system may become full. Pages that we write without a check are reserved now.
         native.set_pages(self.fd, 0, 2 * PAGE if self.directory is None else _HEAP, True)
 
     def allocate(self, nbytes: int) -> int:
@@ -284,7 +284,7 @@ class Arena:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Held while the heap changes, with the lock held; the lock alone would let the same thread in again."""
+        """Within it, with the lock held, the heap may change. The lock alone would let the same thread in again."""
         if self._busy:
             raise CallerError(
                 "symmetric memory: asked for by a signal handler (or a finalizer) while its thread is allocating. "
@@ -303,15 +303,15 @@ class Arena:
             self._unasked = 0
 
     def free(self, offset: int) -> None:
-        """Give a range back; its pages return to the kernel once more than KEEP_BYTES lie idle."""
+        """Give a range back. Its pages return to the kernel once more than KEEP_BYTES are idle."""
         if os.getpid() != self._pid:
             return  # a forked child drops its copy of the object, not the memory
         self._dropped.append(offset)
         self._settle()
 
     def _settle(self) -> None:
-        """Take back dropped ranges. This never waits: the garbage collector may call it while the same thread changes
-        the heap, which then settles when it is done."""
+        """Take back dropped ranges, without ever waiting: the garbage collector may call this while the same thread
+        changes the heap, and that thread settles afterwards."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 if self._busy:
@@ -323,8 +323,8 @@ class Arena:
                 self._lock.release()
 
     def _take_back(self, offset: int) -> None:
-        """With the lock held: release pages before the range can be reused. A range that was shut off from a stopped
-        peer's writes is never shared again."""
+        """With the lock held: release pages before the range can be reused. A range that was isolated from a stopped
+        peer is never shared again."""
         length = self._heap.length_of(offset)
         if native.is_isolated(self.base + offset, length):
             return
@@ -333,7 +333,7 @@ class Arena:
             self._heap.free(offset)
             return
         self._idle += length
-        if self.must_reserve:  # and a group's part may lack pages
+        if self.must_reserve:  # a group's part may lack pages
             self._heap.free(offset)
         else:
             self._heap.keep(offset)
@@ -382,7 +382,7 @@ class Arena:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of memory that this arena really takes: pages in use, and idle ones kept for the next allocation."""
+        """The memory that this arena really takes: pages in use, and idle ones kept for the next allocation."""
         return os.fstat(self.fd).st_blocks * 512
 
     def unlink(self) -> None:
@@ -398,22 +398,22 @@ _own: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()  #
 
 
 def own_arena_at(whereabouts: int) -> Arena | None:
-    """The arena of a rank of this process that is asked there."""
+    """The arena of this process whose rank is asked at that address."""
     return _own.get(whereabouts)
 
 
 def _close(pid: int, fd: int, life: int, peer: Peer) -> None:
-    """Called when no tensor and no group uses the arena; ``peer`` kept it mapped until now, as ``life`` is in it."""
+    """Called when no tensor and no group uses the arena. ``peer``, in which ``life`` lies, kept it mapped so far."""
     if os.getpid() == pid:
         native.life_stop(life)
         os.close(fd)
 
 
 def _remove_at_exit(arena: Arena, path: str) -> None:
-    """Remove the name at exit, if no group has done so."""
+    """At exit, remove the name if no group has done so."""
     remove = functools.partial(_remove, path, os.getpid())
     weakref.finalize(arena, remove)
-    if (util := sys.modules.get("multiprocessing.util")) is not None:  # its processes do not run atexit's list
+    if (util := sys.modules.get("multiprocessing.util")) is not None:  # its processes do not run atexit's functions
         util.Finalize(None, remove, exitpriority=0)
 
 
@@ -428,7 +428,7 @@ def sweep(directory: str) -> None:
     for entry in os.scandir(directory):
         if not entry.name.startswith(NAME):
             continue
-        with contextlib.suppress(OSError):  # another user's, in use, or just swept by another rank
+        with contextlib.suppress(OSError):  # it is another user's, in use, or just swept by another rank
             facts = entry.stat(follow_symlinks=False)
             if facts.st_uid != os.getuid() or time.time() - facts.st_mtime < SWEEP_AGE:
                 continue
@@ -442,11 +442,11 @@ def sweep(directory: str) -> None:
 
 _process_arena: Arena | None = None
 _thread = threading.local()
-_arena_lock = threading.RLock()  # making an arena may collect garbage, and finalizers may ask for the arena
+_arena_lock = threading.RLock()  # garbage may be collected while an arena is made, and finalizers may ask for the arena
 
 
 def named_directory() -> str | None:
-    """The folder of arenas that are files; None if they are passed as descriptors (the default)."""
+    """The folder for arenas that are files; None if arenas are passed as descriptors (the default)."""
     if os.environ.get("SYMCOMM_SHARE", "fd") == "named":
         return os.environ.get("SYMCOMM_SHM_DIR", "/dev/shm")
     return None
@@ -456,7 +456,7 @@ def current_arena() -> Arena:
     """The arena of the rank that runs here: the thread's if threads are ranks, otherwise the process's."""
     global _process_arena
     mine = _own_arena()
-    if mine is not None:  # without the lock: a signal handler may call this while its thread holds it
+    if mine is not None:  # without the lock, which a signal handler's thread may hold
         return mine
     with _arena_lock:
         if (mine := _own_arena()) is None:
@@ -465,7 +465,7 @@ def current_arena() -> Arena:
 
 
 def _make_process_arena() -> Arena:
-    """An arena with the shared heap, if that is wanted and there are addresses enough for both."""
+    """An arena, with the shared heap if it is wanted and there are enough addresses for both."""
     if heap_bytes := room():
         try:
             return Arena(named_directory(), heap_bytes)
@@ -486,7 +486,7 @@ def has_arena() -> bool:
 
 
 def _after_fork_in_child() -> None:
-    """Make the locks anew: another thread may have held them."""
+    """Make new locks: another thread may have held the old ones."""
     global _arena_lock, _peers_lock
     _arena_lock, _peers_lock = threading.RLock(), threading.RLock()
     _thread.arena = None

@@ -1,4 +1,4 @@
-"""The control groups of this process, in both versions of Linux's control groups, and the processor time they grant."""
+"""The control groups of this process, in both of Linux's versions, and the processor time that they grant."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc/self")
-LIMITS = {"cgroup2": "cpu.max", "cgroup": "cpu.cfs_quota_us"}  # kind of file system -> where the quota is
-PERIOD = "cpu.cfs_period_us"  # in version 1; version 2 has it in the same file
+LIMITS = {"cgroup2": "cpu.max", "cgroup": "cpu.cfs_quota_us"}  # kind of file system -> file with the quota
+PERIOD = "cpu.cfs_period_us"  # in version 1; version 2 has the period in the same file
 
 
 def folders(proc: Path, kind: str, controller: str, file: str) -> Iterator[Path]:
@@ -46,7 +46,7 @@ def _lines(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Quota:
-    """Where a control group says how much processor time its processes share."""
+    """The files in which a control group says how much processor time its processes share."""
 
     limit: Path
     period: Path | None  # None: in the same file as the limit
@@ -63,7 +63,7 @@ class Quota:
 
 
 def quotas(proc: Path = PROC) -> list[Quota]:
-    """Of all control groups of this process."""
+    """The quotas of all control groups of this process."""
     return [
         Quota(folder / limit, folder / PERIOD if kind == "cgroup" else None)
         for kind, limit in LIMITS.items()
@@ -72,13 +72,13 @@ def quotas(proc: Path = PROC) -> list[Quota]:
 
 
 def granted_cores() -> float | None:
-    """The cores that the tightest of them grants; None: no limit."""
+    """The cores that the tightest quota grants; None: no limit."""
     return min((cores for quota in quotas() if (cores := quota.cores) is not None), default=None)
 
 
 def watch_quotas(found: list[Quota] | None = None) -> None:
-    """Make the core read these files when it checks whether each rank has its own core."""
-    from symcomm._core import native  # `symcomm doctor` asks for quotas where it was not built
+    """Have the core read these files when it checks whether each rank has a core of its own."""
+    from symcomm._core import native  # `symcomm doctor` asks for quotas even if the core was not built
 
     native.watch_quotas(tuple(
         (str(quota.limit), str(quota.period) if quota.period else None, str(quota.limit.with_name("cpu.stat")),

@@ -1,11 +1,11 @@
 """The flight recorder's memory: a ring of a rank's last operations, and tables for its numbers.
 
-It is in the rank's arena, right after the header, so that every peer that has mapped the arena can read it, even if its
-owner is stuck or dead. The C core writes the entries (``_core/observe/flight.h``); names of groups and call sites are
-written here, once each::
+It lies in the rank's arena, right after the header, so that every peer that has mapped the arena can read it, even if
+the owner is stuck or dead. The C core writes the entries (``_core/observe/flight.h``). This file writes names of groups
+and call sites, once each::
 
     page 0     next (u64), capacity (u64), groups (u64: how many were ever named), sites (u64),
-               forgotten (u64: operations up to this number are not shown any more)
+               forgotten (u64: operations up to this number are no longer shown)
     page 1..   entries of 64 bytes
     then       groups of 512 bytes: number (u32), length (u32), JSON
     then       sites of 128 bytes: length (u8), "file:line function"
@@ -29,7 +29,7 @@ from symcomm.memory.heap import PAGE
 DEFAULT_CAPACITY = 2048
 ENTRY, NUMBER, GROUP, SITE = struct.Struct("<6Q3I4B"), struct.Struct("<Q"), 512, 128
 GROUPS, SITES = 256, 4096
-PATHS = native.FLIGHT_PATHS  # bits of an entry's path: how its bytes travelled; the bits above: how the call was made
+PATHS = native.FLIGHT_PATHS  # bits of an entry's path: how its bytes travelled; the bits above say how the call was run
 SIZES = ("SYMCOMM_FLIGHT_ENTRIES", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first that is set
 
 
@@ -49,7 +49,7 @@ Peek = Callable[[int, int], bytes]  # (place, length) -> bytes: of this process'
 
 
 def flight_bytes(capacity: int) -> int:
-    """How many bytes of addresses it takes; pages exist only where something was written."""
+    """How many bytes of addresses the recorder takes; pages exist only where something was written."""
     return PAGE + -(-(capacity * ENTRY.size + GROUPS * GROUP + SITES * SITE) // PAGE) * PAGE
 
 
@@ -75,7 +75,7 @@ class FlightEntry:
 
     @classmethod
     def of(cls, fields: tuple[Any, ...], site: str, group: dict[str, Any]) -> FlightEntry:
-        """An entry from its numbers, and the site and group that they stand for."""
+        """An entry, made of its numbers and of the site and group that they stand for."""
         number, seq, signature, count, created, finished, waited, _, _, status, path, plan, exact = fields
         return cls(
             number, seq, signature, count, created, finished, waited, site, group, status, path & PATHS, path & ~PATHS,
@@ -90,7 +90,7 @@ class Flight:
         self.address, self.capacity = address, capacity
         self._groups = self._sites = 0
         self._site_numbers: dict[tuple[str, int], int] = {}
-        self._lock = threading.RLock()  # a signal handler may need it while we do
+        self._lock = threading.RLock()  # reentrant, since a signal handler may take it too
         native.poke(address, struct.pack("<5Q", 0, capacity, 0, 0, 0))
 
     def add_group(self, name: str, rank: int, ranks: list[int]) -> int:
@@ -102,7 +102,7 @@ class Flight:
         return number
 
     def describe_group(self, number: int, description: str) -> None:
-        """What dumps say of a group besides its name, unless newer groups have its place."""
+        """Set what dumps say of a group besides its name, unless newer groups have taken its place."""
         with self._lock:
             raw = native.peek(self._place(number), GROUP)
             written, length = struct.unpack_from("<II", raw)
@@ -111,7 +111,7 @@ class Flight:
 
     def _write_group(self, number: int, facts: dict[str, Any]) -> None:
         text = json.dumps(facts := {"description": "", **facts}).encode()
-        if len(text) > GROUP - 8:  # very long names, or many ranks; a character takes up to 12 bytes
+        if len(text) > GROUP - 8:  # a very long name (a character takes up to 12 bytes), or many ranks
             text = json.dumps(facts | {"description": ""}).encode()
         if len(text) > GROUP - 8:
             text = json.dumps(facts | {"name": facts["name"][:30], "description": "", "ranks": []}).encode()
@@ -125,7 +125,7 @@ class Flight:
         native.poke(self.address + 32, native.peek(self.address, 8))
 
     def site(self, site: tuple[str, int]) -> int:
-        """The number of a call site (file, line), which it adds if new; 0 if the table is full."""
+        """The number of a call site (file, line), which is added if it is new; 0 if the table is full."""
         known = self._site_numbers.get(site)
         if known is not None:
             return known
@@ -149,14 +149,14 @@ def _sites_at(address: int, capacity: int) -> int:
 
 
 def read_groups(address: int, peek: Peek = native.peek) -> dict[int, dict[str, Any]]:
-    """The groups that a recorder's rank is or was in, by number: name, rank, size, ranks, description."""
+    """The groups that the recorder's rank is or was in, by number: name, rank, size, ranks, description."""
     _, capacity, named = struct.unpack("<3Q", peek(address, 24))
     groups = {}
     for place in range(min(named, GROUPS)):
         raw = peek(_groups_at(address, capacity) + place * GROUP, GROUP)
         number, length = struct.unpack_from("<II", raw)
         if number:
-            with contextlib.suppress(ValueError):  # its owner is writing it
+            with contextlib.suppress(ValueError):  # the owner is just writing it
                 groups[number] = json.loads(raw[8 : 8 + length])
     return groups
 
@@ -185,7 +185,7 @@ def read_flight(address: int, peek: Peek = native.peek) -> list[FlightEntry]:
 
 
 def _consistent(address: int, capacity: int, peek: Peek) -> Iterator[tuple[Any, ...]]:
-    """Entries that nobody wrote while they were read."""
+    """The entries that did not change while they were read."""
     before, raw, after = (peek(address + PAGE, capacity * ENTRY.size) for _ in range(3))
     for at in range(0, len(raw), ENTRY.size):
         fields = ENTRY.unpack_from(raw, at)

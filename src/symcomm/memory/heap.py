@@ -1,4 +1,4 @@
-"""Which parts of an arena are in use. This only keeps a list of offsets; it touches no memory."""
+"""Keeps account of which parts of an arena are in use, as offsets. It touches no memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def _length_for(nbytes: int, align: int) -> int:
 
 
 class Heap:
-    """First fit over sorted free ranges; neighbours merge when freed. Ranges can also be kept as they are, for the next
-    allocation of the same length."""
+    """First fit over sorted free ranges; neighbours merge when freed. A freed range can also be kept whole, for the
+    next allocation of the same length."""
 
     def __init__(self, start: int, end: int):
         self._free: list[tuple[int, int]] = [(start, end - start)]
@@ -52,13 +52,13 @@ class Heap:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def keep(self, offset: int) -> None:
-        """Give a range back as it is."""
+        """Give a range back, but keep it whole."""
         length = self._used.pop(offset)
         self.used_bytes -= length
         self._kept.setdefault(length, []).append(offset)
 
     def take_kept(self, nbytes: int) -> int | None:
-        """The offset of a kept range that is just long enough, the last one kept; None when there is none."""
+        """The offset of the last kept range of just this length, or None."""
         length = _length_for(nbytes, GRAIN)
         if not (offsets := self._kept.get(length)):
             return None

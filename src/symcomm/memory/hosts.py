@@ -1,4 +1,4 @@
-"""Which ranks share a host, judged by what each says of itself and of the arenas that it has mapped.
+"""Finds out which ranks share a host, by what each says of itself and of the arenas that it has mapped.
 
 For trials, SYMCOMM_HOST_ID makes ranks of one machine count as ranks of different hosts."""
 
@@ -17,7 +17,7 @@ _thread = threading.local()
 
 
 def pretend_host(name: str | None) -> None:
-    """Let this thread's rank count as a rank of the host ``name``; None: of its real host."""
+    """Let this thread's rank count as one of the host ``name``; None: of its real host."""
     _thread.host = name
 
 
@@ -58,7 +58,7 @@ def boot_id() -> str:
 
 
 def check_versions(infos: Sequence[dict[str, Any]]) -> None:
-    """Refuse mixed versions: what ranks write into each other's memory may differ between any two versions."""
+    """Refuse mixed versions: any two may write different things into each other's memory."""
     versions = [info.get("version", "an older version") for info in infos]
     other = next((r for r, version in enumerate(versions) if version != versions[0]), None)
     if other is not None:
@@ -68,7 +68,7 @@ def check_versions(infos: Sequence[dict[str, Any]]) -> None:
 
 
 def hosts_of(infos: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """The ranks that should be able to share memory, by host. Mapping each other's memory proves it later."""
+    """The ranks, by host, that should be able to share memory. Whether they can is proved later, by mapping it."""
     hosts = alike([_host_key(info) for info in infos])
     for ranks in hosts:
         first = infos[ranks[0]]
@@ -82,8 +82,8 @@ def hosts_of(infos: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 def _without_names(infos: Sequence[dict[str, Any]], ranks: list[int]) -> list[list[int]]:
-    """Parts of one host's ``ranks`` that can map each other's arenas. If an arena's name is gone, ranks that have not
-    mapped it must be passed its descriptor, for which they need a common network namespace."""
+    """Parts of one host's ``ranks`` that can map each other's arenas. If an arena has lost its name, ranks that have
+    not mapped it need its descriptor, which only ranks in one network namespace can pass."""
     some = [infos[r] for r in ranks]
     if all(c["path"] for c in some) or all(c["net"] == some[0]["net"] for c in some) or all_mapped(some):
         return [ranks]

@@ -50,7 +50,7 @@ class _Hierarchy:
     kind: str  # of file system
     limit: str
     used: str
-    cache: str  # what precedes the names of cached pages in memory.stat, so that they include the groups below
+    cache: str  # prefix of the counters in memory.stat that include the groups below
 
 
 HIERARCHIES = (
@@ -63,15 +63,15 @@ HIERARCHIES = (
 def _groups(proc: Path, _pid: int) -> list[tuple[Path, _Hierarchy, int]]:
     """Each control group with memory limits, and the tightest limit above it, if it names one.
 
-    They are looked up once, because that takes longer than reading the rest."""
+    Looked up only once, because that takes longer than all reading."""
     found = [(folder, h) for h in HIERARCHIES for folder in folders(proc, h.kind, "memory", h.limit)]
     name = "hierarchical_memory_limit"
     return [(folder, kind, _numbers(folder / "memory.stat").get(name, UNLIMITED)) for folder, kind in found]
 
 
 def _room_in(folder: Path, hierarchy: _Hierarchy, above: int, wanted: int) -> tuple[int, str] | None:
-    """What a control group may still take. Half of its active cached files count as free, as in MemAvailable; they are
-    looked up only if they matter."""
+    """How much a control group may still take. Half of its active cached files count as free, as in MemAvailable; they
+    are read only if they matter."""
     limit, cached = min(_number(folder / hierarchy.limit) or UNLIMITED, above), 0
     if limit >= UNLIMITED or (used := _number(folder / hierarchy.used)) is None:
         return None
@@ -100,7 +100,7 @@ def _mount_room(directory: str) -> tuple[int, str]:
 
 
 def check_room(nbytes: int, directory: str | None = None) -> None:
-    """Raise before the kernel would kill us. ``directory`` is set if the arena is a named file there."""
+    """Raise if so much memory could make the kernel kill us. ``directory``: where the arena is a named file."""
     rooms = [system_room()]
     if (cgroup := cgroup_room(nbytes)) is not None:
         rooms.append(cgroup)

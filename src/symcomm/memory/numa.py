@@ -1,7 +1,7 @@
-"""Which part of a machine's memory is near a rank: its NUMA node.
+"""Finds the NUMA node of a rank: the part of the machine's memory that is near it.
 
 A rank that may run only on the cores of one node is on that node: its arena takes pages there, and groups make plans
-that read other nodes' memory once. If a rank may run on several nodes, the kernel moves it about, and we ignore nodes.
+that read other nodes' memory only once. If a rank may run on several nodes, the kernel moves it about; we ignore nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 SYSFS = "/sys/devices/system/node"
-UNBOUND = -1  # the node of a rank that may run on several
+UNBOUND = -1  # the "node" of a rank that may run on several
 
 
 @functools.lru_cache(maxsize=8)
@@ -41,7 +41,7 @@ def current_node() -> int:
 
 
 def cores_for(rank: int, ranks: int) -> set[int]:
-    """The cores of one node for this rank, of those that we may use. Consecutive ranks share a node."""
+    """The cores, of those that we may use, of one node for this rank. Consecutive ranks share a node."""
     usable = os.sched_getaffinity(0)
     known = nodes_of_cores(SYSFS)
     nodes = sorted({known[core] for core in usable if core in known})

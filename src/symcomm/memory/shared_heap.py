@@ -1,7 +1,7 @@
 """The shared heap: the part of the process's arena from which ordinary tensors are allocated.
 
 Peers map a whole arena, so collectives use such a tensor without copies, although the program only called
-``torch.empty``. The core has the allocator (``_core/memory/heap.h`` says what it guarantees); this file decides whether
+``torch.empty``. The core has the allocator (``_core/memory/heap.h`` says what it guarantees). This file decides whether
 to use it, and where it lies. ``torch_patches/cpu_allocator.py`` makes torch allocate there.
 """
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 VARIABLE = "SYMCOMM_HEAP"
-# `symcomm bench all --heap`: with 16 ranks the gain begins at 16 KiB, and smaller tensors would share pages.
+# `symcomm bench all --heap`: with 16 ranks tensors of 16 KiB and more gain, and smaller ones would share pages.
 LEAST_BYTES = 16 << 10
 NEVER = 1 << 62
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -83,7 +83,7 @@ def least_bytes() -> int | None:
 
 
 def _unsuitable() -> str:
-    """Why memory of a memfd cannot replace ordinary memory on this system; empty if it can."""
+    """Why a memfd's memory cannot replace ordinary memory on this system; empty if it can."""
     if os.environ.get("SYMCOMM_SHARE", "fd") == "named":
         return "arenas are files (SYMCOMM_SHARE=named), whose file system may become full while a tensor is written"
     try:
@@ -114,12 +114,12 @@ def open_heap(base: int, nbytes: int, fd: int, offset: int) -> None:
 
 
 def is_open() -> bool:
-    """Whether torch could allocate there."""
+    """Whether the heap is open, so that torch could allocate there."""
     return _is_open
 
 
 def note_served(is_served: bool) -> None:
-    """Whether torch allocates there."""
+    """Note whether torch allocates there."""
     global _is_served, _reason
     _is_served, _reason = is_served, "" if is_served else NOT_LOADED
 
@@ -130,7 +130,7 @@ def serve_from(nbytes: int) -> None:
 
 
 def say_ordinary(why: str) -> None:
-    """Warn that the heap is not available, and why; the program runs on without it."""
+    """Warn that there is no heap, and why; the program runs on without it."""
     global _reason
     _reason = why
     warnings.warn(f"{VARIABLE}: tensors are ordinary memory, since {why}.", stacklevel=3)

@@ -20,7 +20,7 @@ from symcomm.types import ReduceOp as OwnReduceOp
 
 
 class Given(NamedTuple):
-    """What a call was given besides tensors: an options object, or plain arguments that go before it."""
+    """A call's arguments besides tensors: an options object, or plain arguments, which override it."""
 
     options: Any = None
     plain_root: Any = None
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 
 
 def read_arguments(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Sequence[Any], Given]:
-    """(its tensors and splits, what else it was given) of a call as it was written, if torch would take it."""
+    """(tensors and splits, all else) of a call as the caller wrote it. Raises if torch would not take it."""
     slots = slots_of(call)
     count = slots.index("opts")
     if len(args) == count + 1 and not named and has_options(call, args[:count], args[count]):
@@ -53,8 +53,8 @@ def read_arguments(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -
 
 
 def _sort_out(call: str, given: Sequence[Any], opts: Any, plain: Mapping[str, Any]) -> Given:
-    """``given``: the arguments before the options. A plain argument may take the options' place and shift those behind
-    it."""
+    """``given``: the arguments before the options. A plain argument may stand in the options' place, and shift those
+    after it."""
     by_slot = dict(zip(slots_of(call), given, strict=False))
     check(call, {**by_slot, **{name: value for name, value in {"opts": opts, **plain}.items() if value is not None}})
     options = root = op = timeout = None
@@ -73,7 +73,7 @@ def _sort_out(call: str, given: Sequence[Any], opts: Any, plain: Mapping[str, An
 
 
 def seconds_of(options: Any, timeout: Any = None) -> float | None:
-    """The call's own time-out in seconds; None when the group's applies (torch says so with -1 ms)."""
+    """The call's own time-out in seconds; None if the group's applies (-1 ms in torch's options)."""
     given = timeout if timeout is not None else getattr(options, "timeout", None)
     if isinstance(given, timedelta):
         given = given.total_seconds()
@@ -86,7 +86,7 @@ _REDOPS = {hash(getattr(ReduceOp, op.name)): op for op in RedOpType if op is not
 def redop_of(options: Any, op: Any = None) -> Any:
     """The reduce operation from ``options`` (which may itself be the operation), as ours; PREMUL_SUM as it is."""
     if op is None:
-        op = getattr(options, "reduceOp", options)  # checking its type first would cost more than the operation
+        op = getattr(options, "reduceOp", options)  # checking its type first would cost more than the rest
         if op is None:
             return RedOpType.SUM
     return _REDOPS.get(hash(op), op)  # torch's operations hash as their kind; reading the kind costs twice as much
@@ -98,7 +98,7 @@ def root_of(options: Any, root: Any = None) -> int:
 
 
 def is_async(options: Any) -> bool:
-    """torch sets asyncOp to False when the caller waits at once; then the call may run in the caller's thread."""
+    """Whether the caller goes on. If it waits at once (asyncOp is False), the call may run in its thread."""
     return getattr(options, "asyncOp", True)
 
 
@@ -110,7 +110,7 @@ def once_each(tensors: Any) -> list[Any]:
 
 
 def one_list(call: str, name: str, lists: Any) -> list[Any]:
-    """The list of tensors, one per rank, that torch wraps in a list of one; empty where a rank passes none."""
+    """The list of tensors, one per rank, that torch wraps in a list of one; empty if a rank passes none."""
     if lists is not None and not isinstance(lists, (list, tuple)):
         raise errors.wrong_type(call, name, lists, "one list of tensors")
     if lists and isinstance(lists[0], (list, tuple)):

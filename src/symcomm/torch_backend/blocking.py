@@ -1,4 +1,4 @@
-"""Calls that block: messages whose caller waits at once (``dist.send`` and ``dist.recv``), and monitored barriers."""
+"""Runs calls that block within the call: ``dist.send``, ``dist.recv`` and monitored barriers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from symcomm.torch_backend.work import Received, done, late
 
 
 def exchange(core: Any, is_send: bool, tensors: Any, peer: int, tag: int) -> Any:
-    """Send or receive within the call. Returns None, having done nothing, if the caller does not wait at once, if the
+    """Send or receive within the call. Does nothing and returns None if the caller does not wait at once, if the
     profiler must see the message begin and end, or if the tensor is on another device. Only a group's method may call
-    this."""
+    this (see frames.py)."""
     if not is_awaited() or is_profiling():
         return None
     tensor = single("send" if is_send else "recv", tensors, "tensor list")
@@ -35,7 +35,7 @@ def exchange(core: Any, is_send: bool, tensors: Any, peer: int, tag: int) -> Any
 
 
 def monitored_barrier(core: Any, timeout: Any, wait_all_ranks: bool) -> None:
-    """Our group's, in the words of Gloo's."""
+    """Our group's monitored barrier, whose errors begin with Gloo's words."""
     try:
         values.flag("monitored_barrier: wait_all_ranks", wait_all_ranks)
         timeout = values.optional(values.duration, "monitored_barrier: timeout", timeout)

@@ -1,4 +1,4 @@
-"""How the ranks of a torch group bootstrap ours, through the store that torch passes."""
+"""Makes our group of the ranks of a torch group, which meet in the store that torch passes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from symcomm.store.handshake import Exchange, handshake
 
 
 def store_prefix_of(members: Sequence[int] | None) -> str:
-    """A prefix that tells groups apart by their members. Ranks in different groups count groups differently, so torch
-    may give two groups the same name, and with it the same prefix of the store."""
+    """A prefix that tells groups apart by their members. Ranks of different groups count groups differently, so torch
+    may give two groups the same name, and so the same prefix in the store."""
     return "symcomm" if members is None else f"symcomm/{zlib.crc32(repr(list(members)).encode()):x}"
 
 
 def _watch(members: Sequence[int]) -> Callable[[], None] | None:
-    """A function that raises once one of these ranks of torch's default group is gone; None if that is not ours."""
+    """A function that raises once one of these ranks is gone; None unless torch's default group is ours."""
     default: Any = dist.group.WORLD if dist.is_initialized() else None
     world = getattr(default, "core", None)
     if world is None and default is not None:
-        with contextlib.suppress(RuntimeError):  # it has a backend for each kind of device, and none for this one
+        with contextlib.suppress(RuntimeError):  # it may have no backend for the CPU
             world = getattr(default._get_backend(torch.device("cpu")), "core", None)
     if not isinstance(world, ProcessGroup) or not set(members) <= set(world.global_ranks):
         return None

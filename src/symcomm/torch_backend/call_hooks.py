@@ -1,4 +1,4 @@
-"""Hooks on torch's view of a group: which of its methods they see, and torch's types where torch has them (2.15)."""
+"""Hooks on torch's view of a group: the methods that they see, in torch's types if torch has them (2.15)."""
 
 from __future__ import annotations
 

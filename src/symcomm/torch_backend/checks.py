@@ -25,7 +25,7 @@ def root_rank(call: str, root: Any, size: int) -> None:
 
 
 def root_tensor(call: str, options: Any, count: int) -> int:
-    """Which of the root's ``count`` tensors the caller means."""
+    """The number, among the root's ``count`` tensors, of the one that the caller means."""
     number = getattr(options, "rootTensor", 0)
     if not 0 <= number < count:
         allowed = f"0 to {count - 1}" if count else "the number of a tensor, and there are none"
@@ -34,7 +34,7 @@ def root_tensor(call: str, options: Any, count: int) -> int:
 
 
 def tag(call: str, number: Any) -> None:
-    """A message's tag. Ours may be negative, torch's may not."""
+    """Check a message's tag: ours may be negative, torch's may not."""
     if number < 0:
         raise _refuse(call, "Tag must be nonnegative", "tag", number, "0 or more")
 
@@ -198,7 +198,7 @@ def _names(call: str, timeout: Any, group_name: Any, group_desc: Any) -> None:
 
 
 def split_group(ranks: Any, timeout: Any, opts: Any, group_name: Any, group_desc: Any) -> None:
-    """Raise where torch's split_group would refuse the type of an argument."""
+    """Raise if torch's split_group would refuse the type of an argument."""
     call = "split_group"
     values.ranks(f"{call}: ranks", ranks)
     if opts is not None and not hasattr(opts, "_timeout"):

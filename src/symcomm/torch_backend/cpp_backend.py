@@ -1,8 +1,8 @@
-"""The Backend that torch's C++ finds inside a TorchGroup, where Python classes can be one (torch 2.14 and newer).
+"""The Backend that torch's C++ finds inside a TorchGroup, if Python classes can be one (torch 2.14 and newer).
 
-A call of a TorchGroup goes straight from Python to our core, which takes a fraction of the time of the path through C++
-(BENCHMARKS.md has both). C++ itself needs a Backend: for a group's name, for abort hooks, for operators that ask the
-group for one. So each TorchGroup carries one, which only forwards calls::
+A call of a TorchGroup goes straight from Python to our core, in a fraction of the time of the way through C++
+(BENCHMARKS.md has both). But C++ itself needs a Backend: for a group's name, for abort hooks, for operators that ask
+the group for one. So each TorchGroup has one, which only forwards calls::
 
     dist.all_reduce -> TorchGroup.allreduce -> core                                     the rule
     dist.all_reduce -> WatchedGroup -> C++: hooks, dispatcher -> CppBackend -> core   while torch's hooks watch
@@ -34,7 +34,7 @@ class CppBackend(torch_c10d.Backend):
 
     def __init__(self, group: Any, kind: type):
         super().__init__(group.getRank(), group.getSize())
-        self._kind = kind  # whose methods are called: not the WatchedGroup's, which would come back here
+        self._kind = kind  # the class whose methods to call: a WatchedGroup's own would come back here
         self._group = weakref.ref(group)
         self._options = group.options
 
@@ -61,13 +61,13 @@ class CppBackend(torch_c10d.Backend):
         return self._of_group().end_coalescing()
 
 
-# Works made by a call of this thread: C++ returns objects that can only wait, and lack a message's source.
+# Works made by a call of this thread. C++ returns objects that can only wait, without a message's source.
 _made = threading.local()
 
 
 @contextlib.contextmanager
 def works_made() -> Iterator[list[Any]]:
-    """Collects the works that backends return to C++ inside, in this thread. They hold tensors: do not keep them."""
+    """Within it, collects the works that this thread's backends return to C++. They hold tensors: do not keep them."""
     works = _made.works = []
     try:
         yield works
@@ -86,7 +86,7 @@ def _handed_on(name: str) -> Callable[..., Any]:
     return call
 
 
-# Attributes and methods that Backend defines itself, so that __getattr__ is not called for them.
+# What Backend defines itself, so that Python does not ask __getattr__ for it.
 FACTS = ("supports_splitting", "supports_coalescing", "supports_shrinking", "supports_window", "supports_reconfigure")
 CALLS = (
     "abort", "shutdown", "set_timeout", "_set_default_timeout", "get_error", "allocate_tensor", "supports_tensor_alloc",

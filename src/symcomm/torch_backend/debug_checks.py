@@ -1,4 +1,4 @@
-"""What TORCH_DISTRIBUTED_DEBUG=DETAIL adds: ranks compare their calls before they make them.
+"""Checks for TORCH_DISTRIBUTED_DEBUG=DETAIL: ranks compare their calls before they make them.
 
 Our collectives always compare signatures, but with data already in flight: a difference ends the group. Here the
 comparison comes first, on a separate group, so that shapes are compared too, a missing rank is named at once, and the
@@ -32,8 +32,8 @@ class DebugChecks:
         self._core.destroy()
 
     def check(self, call: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Return once all ranks are about to make the same call; else raise, on all ranks that arrived."""
-        tensors = outputs if call == "scatter" else inputs  # every rank's call
+        """Return once all ranks are about to make the same call; otherwise raise, on all ranks that have arrived."""
+        tensors = outputs if call == "scatter" else inputs  # all ranks pass these
         try:
             shapes = [list(t.shape) for t in tensors]
             dtypes = [t.type().rpartition(".")[2].removesuffix("Tensor") for t in tensors]
@@ -70,7 +70,7 @@ class DebugChecks:
         except errors.CallRefusedError as error:
             raise errors.CallRefusedError(f"{call} on group {self._checked.name!r}: {error}", error.ranks) from error
         except (errors.DeadlineError, errors.PeerError) as error:
-            # If several are gone, the later ones may have ended because the first one was gone.
+            # If several are gone, the later ones may have ended because the first was gone.
             missing = getattr(error, "missing", None) or getattr(error, "ranks", [])[:1]
             if self._core.rank == 0:
                 who = f"Ranks {format_ranks(missing)} failed to pass monitoredBarrier"

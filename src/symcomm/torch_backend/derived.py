@@ -1,4 +1,4 @@
-"""Groups that are made from a TorchGroup: parts of it, it and others together, or what is left of it."""
+"""Groups made from a TorchGroup: parts of it, several groups merged, or what is left of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from symcomm import errors
 from symcomm.group.process_group import ProcessGroup
 from symcomm.torch_backend.arguments import seconds_of
 
-MERGE_FAILED = "symcomm/merge/failed"  # a key; another attempt uses another store
+MERGE_FAILED = "symcomm/merge/failed"  # a key of the store; another attempt uses another store
 
 
 def derive(parent: Any, core: ProcessGroup | None, name: str, desc: str, options: Any = None) -> Any:
@@ -52,8 +52,8 @@ def shrink(parent: Any, exclude: Sequence[int], abort: bool, options: Any) -> An
 
 
 def merge_check(core: ProcessGroup, store: Any) -> Callable[[], None]:
-    """For a rendezvous of all ranks of a group in ``store``: raises once one of them is gone, and notifies the other
-    groups, whose ranks watch their own. Survivors of a failed group are not checked."""
+    """For a rendezvous in ``store`` of several groups: a function that raises once a rank of this group is gone, and
+    tells the other groups, each of which watches its own. Survivors of a failed group are not watched."""
     watch = core.watch(range(core.size), "merge_remote_group()") if core.failure is None else None
     return partial(_check_merge, store, watch)
 
@@ -63,7 +63,7 @@ def _check_merge(store: Any, watch: Callable[[], None] | None) -> None:
         if watch is not None:
             watch()
     except errors.RankFailedError as error:
-        with contextlib.suppress(RuntimeError, errors.SymcommError):  # it may have served the store
+        with contextlib.suppress(RuntimeError, errors.SymcommError):  # the rank that is gone may have served the store
             store.set(MERGE_FAILED, str(error))
         raise
     why = b""
@@ -74,7 +74,7 @@ def _check_merge(store: Any, watch: Callable[[], None] | None) -> None:
 
 
 def merged(kind: Any, store: Any, size: int, timeout: timedelta, name: str, check: Callable[[], None]) -> Any:
-    """A group of that kind of the first ``size`` ranks that arrive in ``store``."""
+    """A group, of class ``kind``, of the first ``size`` ranks that arrive in ``store``."""
     place = int(store.add("mergeGroupRank", 1)) - 1
     if place >= size:
         raise errors.bad_argument("merge_remote_group", "size", size, f"at least {place + 1}, as many as came")

@@ -1,7 +1,7 @@
 """Hands tensors on other devices to the engine that the group's device map names for them.
 
-If the map names us for CUDA tensors, they run on a CudaGroup where ranks share GPUs, and on NCCL, if torch has it,
-where every rank has a GPU of its own. SYMCOMM_CUDA=symcomm or =nccl chooses one of them, on all ranks alike.
+If the map names us for CUDA tensors, they run on a CudaGroup if ranks share GPUs, and on NCCL, if torch has it, if each
+rank has its own GPU. SYMCOMM_CUDA=symcomm or =nccl chooses one of them, on all ranks alike.
 
 torch makes only our Python group for a map such as "cpu:symcomm,cuda:nccl", and nothing for the rest of it. So the
 group makes the other engines itself, on the first such tensor, with its own store, ranks and time-out. The map is the
@@ -51,7 +51,7 @@ class Engines:
         self._of = weakref.ref(group)  # weak, since the group owns this object
         self._in_making = ""  # the device type whose engine is being made
         self._made: dict[str, Any] = {}
-        self._cuda = ""  # what carries CUDA tensors that are ours: "symcomm" or "nccl"
+        self._cuda = ""  # what carries our CUDA tensors: "symcomm" or "nccl"
 
     @property
     def _group(self) -> Any:
@@ -89,7 +89,7 @@ class Engines:
         return device.type == "cuda" and self._group.backends_by_device().get("cuda", "symcomm") == "symcomm"
 
     def ours(self, device: torch.device) -> CudaGroup | None:
-        """The CudaGroup for tensors on ``device``; None where another engine carries them. All ranks ask alike."""
+        """The CudaGroup for tensors on ``device``; None if another engine carries them. All ranks call this alike."""
         if not self.is_ours(device):
             return None
         from symcomm.cuda.group import device_group  # not needed before the first such tensor
@@ -131,7 +131,7 @@ class Engines:
     def forward(self, call: str, args: tuple[Any, ...], options: Any, timeout: Any, device: torch.device) -> Any:
         """One of our collectives, by the name of its method, on the engine for ``device``."""
         engine, op = self.on(call, device), BY_NAME[call]
-        if call == "gather_single":  # as a gather into parts of the output: not every engine has the call itself
+        if call == "gather_single":  # not every engine has this call, so gather into parts of the output
             output, tensor, root = args
             parts = output.view(-1).chunk(engine.size()) if output is not None else ()
             args, op = ([part.view(tensor.shape) for part in parts] or None, tensor, root), BY_NAME["gather"]
@@ -143,8 +143,8 @@ class Engines:
         return getattr(engine, op.backend_name)(*tensors, *splits, _as_torchs(op, options, timeout, rest))
 
     def messages(self, device: torch.device) -> Any:
-        """Our messages for tensors on ``device``; None if another engine carries them. Only the two ends of a message
-        take part, so ranks cannot agree on anything here."""
+        """Our messages for tensors on ``device``; None if another engine carries them. Only a message's two ends call
+        this, so ranks cannot agree on anything here."""
         if not self.is_ours(device):
             return None
         if not self._cuda and (self._group.core.spans_hosts or _wish() == "nccl"):
@@ -199,7 +199,7 @@ def _carried_by_nobody(call: str, device: torch.device) -> errors.BadArgumentErr
 
 
 def _wish() -> str:
-    """What SYMCOMM_CUDA asks to carry CUDA tensors; empty: whichever can."""
+    """The engine that SYMCOMM_CUDA names for CUDA tensors; empty: whichever can."""
     wish = os.environ.get("SYMCOMM_CUDA", "")
     if wish not in ("", "symcomm", "nccl"):
         raise errors.bad_argument("CUDA tensors", "SYMCOMM_CUDA", wish, "'symcomm' or 'nccl', or not set")
@@ -223,7 +223,7 @@ def _common(options: Any, group: Any) -> Any:
 def _gloo(name: str, store: Any, group: Any) -> tuple[Any, Any]:
     gloo: Any = torch_c10d.ProcessGroupGloo
     options = _common(gloo._Options(), group)
-    # Ranks get here one by one, perhaps only a message's two ends: connections are made on first use.
+    # Ranks come here one by one, or only a message's two ends, so connections are made on first use.
     options._devices = [gloo.create_default_device(lazy_init=True)]
     return gloo(store, group.core.rank, group.core.size, options), dist.ProcessGroup.BackendType.GLOO
 
@@ -262,12 +262,12 @@ _MAKERS: dict[str, Callable[[str, Any, Any], tuple[Any, Any]]] = {"gloo": _gloo,
 # --- our calls as torch's ---------------------------------------------------------------------------------------------
 
 
-# In these calls torch takes several tensors of a rank at once, so each tensor, or list of one a rank, is in a list.
+# In these calls torch takes several tensors of each rank, so it wraps a tensor, or a list of one per rank, in a list.
 _IN_LISTS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter")
 
 
 def _as_torchs(op: Op, options: Any, timeout: Any, rest: Sequence[Any]) -> Any:
-    """The caller's options, or new ones if the caller passed plain arguments, of which ``rest`` are the last."""
+    """The caller's options, or new ones made of plain arguments, of which ``rest`` are the last."""
     if not hasattr(options, "asyncOp"):
         options = getattr(torch_c10d, options_of(op.torch))()
         if op.reduces:

@@ -29,7 +29,7 @@ _COALESCED = (
     HookOpName.ALLGATHER_INTO_TENSOR_COALESCED,
     HookOpName.REDUCE_SCATTER_TENSOR_COALESCED,
 )
-# Between hosts the model knows four collectives; the others move about as much as one of them.
+# Between hosts the model knows four collectives. Each of the others moves about as much as one of these.
 _BETWEEN_HOSTS = {
     "reduce": "reduce_scatter",
     "gather": "all_gather",
@@ -85,7 +85,7 @@ def _parts(call: Call, ranks: int) -> list[tuple[str, int]]:
 
 
 def _seconds(core: Any, model: str, nbytes: int) -> float:
-    from symcomm.simulate.host import host_seconds  # which few need
+    from symcomm.simulate.host import host_seconds  # few programs need it
     from symcomm.simulate.machine import load
     from symcomm.simulate.predict import COLLECTIVES, predict
 

@@ -1,8 +1,8 @@
-"""Functions that depend on frames and code objects of other code. Nothing else in the package looks at either.
+"""Functions that depend on stack frames and code objects of other code. Nothing else in the package looks at these.
 
 ==================  ================================================================================================
 ``is_awaited``      ``dist.send`` and ``dist.isend`` make the same call of a group; only the caller's frame tells which.
-``wants_stacked``   torch's quantization hooks expect NCCL's futures, all others Gloo's, and both ask a work the same.
+``wants_stacked``   torch's quantization hooks expect NCCL's futures, all others Gloo's, and both ask in the same way.
 ``named_for_cpp``   C++ calls a Python group's method, unless a function of that name is already calling C++.
 ==================  ================================================================================================
 
@@ -23,8 +23,8 @@ _STACKED = "quantization_hooks.py"
 
 
 def is_awaited() -> bool:
-    """Whether dist.send or dist.recv, which wait at once, called the group's method that called our caller. One of
-    torch's functions (isend, irecv) is in between."""
+    """Whether dist.send or dist.recv, which wait at once, called the group's method that called our caller, by way of
+    torch's isend or irecv."""
     frame: Any = sys._getframe(2).f_back
     return frame is not None and (frame := frame.f_back) is not None and frame.f_code in (_SEND, _RECV)
 

@@ -67,8 +67,8 @@ class TorchGroup(PythonGroup):
         label: str = "",
         check: Callable[[], None] | None = None,
     ):
-        """``label``: the group's name in messages and traces, if ``name`` is only a number from torch. ``check`` raises
-        once a rank that others wait for cannot come, if ``global_ranks`` do not say who they are."""
+        """``label``: the group's name in messages and traces, if ``name`` is only torch's number. ``check``: raises
+        once a rank can no longer come; needed only if ``global_ranks`` does not name the ranks."""
         super().__init__(rank, size, store, Names(name))
         self.options = options if options is not None else Options("symcomm", timeout)
         self._label = label  # only the default group has one
@@ -139,7 +139,7 @@ class TorchGroup(PythonGroup):
         return self.calls.message("recvAnySource", "irecv", tensors, ANY_SOURCE, tag)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Ours, with messages that begin with the text that scripts written for Gloo look for."""
+        """Ours; errors begin with the words that scripts written for Gloo look for."""
         monitored_barrier(self.core, timeout, wait_all_ranks)
 
     def start_coalescing(self, device: Any = None) -> None:
@@ -160,7 +160,7 @@ class TorchGroup(PythonGroup):
         """Tell the others that this rank makes no call, and why."""
         self.calls.refuse(error)
 
-    # --- hooks and estimates: those of the core, so that a call through either object is seen once ----------------
+    # --- hooks and estimates: the core's, so that a call through either object is seen once ------------------------
 
     @property
     def call_hooks(self) -> CallHooks:
@@ -197,7 +197,8 @@ class TorchGroup(PythonGroup):
         self.engines.abort()
 
     def shutdown(self) -> None:
-        """Leave, and release everything: an object that is still referenced keeps no store, memory or thread alive."""
+        """Leave, and release everything: this object may stay referenced, but keeps no store, memory or thread
+        alive."""
         self.calls.close()
         met_in_store = self._label and not self.membership.may_change
         if met_in_store and self.core.is_usable and lifecycle.ends_with_rank_0(self.group_store):
@@ -217,7 +218,7 @@ class TorchGroup(PythonGroup):
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         """Extend the time-out until the next operation has ended. Compilers add the time that a cache hit saved, which
-        may be zero."""
+        may be 0."""
         if timeout > timedelta(0):
             self.core.add_ephemeral_timeout(timeout)
 
@@ -243,7 +244,7 @@ class TorchGroup(PythonGroup):
         """``opts``: ReconfigureOptions, or anything with uuid, handles and timeout. The work it returns is done."""
         begun = time.monotonic()
         core = self.membership.reconfigure(self.core, opts)
-        self.engines.abort()  # these serve the old members
+        self.engines.abort()  # they serve the old members
         self.calls.close()
         self.group_store = self.membership.store(opts.uuid)
         self._begin(core)
@@ -310,8 +311,8 @@ class TorchGroup(PythonGroup):
     def shrink(self, ranks_to_exclude: Sequence[int] = (), shrink_flags: int = 0, opts_override: Any = None) -> Any:
         """The ranks that still live, without ``ranks_to_exclude``, go on in a new group; only they call this.
 
-        ``shrink_flags`` 1 (torch's SHRINK_ABORT): what is still running on this group ends now, otherwise it may
-        finish first. A group that has failed needs no flag."""
+        ``shrink_flags`` 1 (torch's SHRINK_ABORT) ends what still runs on this group; otherwise that may finish first. A
+        group that has failed needs no flag."""
         abort = bool(shrink_flags) or not ranks_to_exclude
         return derived.shrink(self, ranks_to_exclude, abort, opts_override)
 
@@ -413,10 +414,10 @@ class TorchGroup(PythonGroup):
     supports_window = True
 
     def new_window(self, tensor: Any = None) -> Any:
-        """One-sided puts and signals. Collective. Tensors on another engine's device go to that engine."""
+        """A window for one-sided puts and signals. Collective. Tensors on another engine's device go to that engine."""
         if tensor is not None and not tensor.is_cpu and not self.engines.is_ours(tensor.device):
             return self.engines.on("new_window", tensor.device).new_window(tensor)
-        from symcomm.torch_backend.windows import new_torch_window  # which few programs need
+        from symcomm.torch_backend.windows import new_torch_window  # few programs need it
 
         return new_torch_window(self.core, tensor)
 

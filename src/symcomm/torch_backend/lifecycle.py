@@ -1,4 +1,4 @@
-"""How torch's default group ends: its store must not end before all ranks have left."""
+"""Ends torch's default group in order: its store must not end before all ranks have left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from symcomm.store.lease import root_of
 
-LAG = 10.0  # seconds that the others get to leave a group before this rank makes the next one
+LAG = 10.0  # seconds that the others have to leave a group before this rank makes the next one
 _previous: list[Callable[[float], None]] = []  # waits until all ranks have left the last default group
 
 
@@ -21,7 +21,7 @@ def await_previous_group() -> None:
 
 
 def ends_with_rank_0(store: Any) -> bool:
-    """Whether the ranks' store ends when rank 0 has destroyed the default group, which met there."""
+    """Whether the store in which the default group met ends when rank 0 destroys that group."""
     return isinstance(root_of(store), dist.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 

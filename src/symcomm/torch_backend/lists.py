@@ -1,4 +1,4 @@
-"""Calls with several tensors of this rank at once, as if each were a rank of its own.
+"""Calls with several tensors of each rank, as if each tensor were a rank of its own.
 
 torch's own backends take several tensors in direct calls of a group; ``torch.distributed``'s functions never pass more
 than one. The calls run synchronously: the work that they return has ended.

@@ -1,8 +1,8 @@
 """Checks the arguments of each operation and turns them into those of our group's method.
 
-Each function takes our group, what the caller gave besides tensors, and the tensors. It returns the arguments of our
-group's method, or, if our groups have no such method, a function that makes the call. ``running.operation`` makes
-TorchGroup's methods of these functions.
+Each function takes our group, the call's other arguments, and its tensors. It returns the arguments for our group's
+method or, if our groups have no such method, a function that makes the call. ``running.operation`` turns these
+functions into TorchGroup's methods.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads a call's options for the fast path: whether it blocks, its time-out, root and operation.
 
 torch makes an options object for each call. Reading three attributes takes a microsecond, more than a small operation,
-so the core reads them from memory, at offsets that ``install`` finds (see group/torch_layout.py). Where it does not
-find them, ``read_options`` reads the attributes.
+so the core reads them from memory, at offsets that ``install`` finds (see group/torch_layout.py). If it does not find
+them, ``read_options`` reads the attributes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from symcomm.types import RedOpType
 
 SLOW, UNKNOWN, ASYNC = native.OPTIONS_SLOW, native.OPTIONS_UNKNOWN, native.OPTIONS_ASYNC
 
-# asyncOp, timeout in ms (-1: not set), number of reduceOp, rootRank, rootTensor: no field behaves as another.
+# asyncOp, timeout in ms (-1: not set), number of reduceOp, rootRank, rootTensor: no two fields change alike.
 _SAMPLES = (
     (False, -1, 0, 0, 0), (True, 77_777, 4, 3, 1), (True, 5, 7, 900, 31), (False, 123_456_789, 2, 65_537, 0),
     (True, -1, 3, 1, 2), (False, 9, 1, 2, 5), (False, -1, 6, 0, 70_000), (True, 1, 5, 77, 3),
@@ -83,9 +83,9 @@ def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int, tensor
 
 
 def read_options(call: int, opts: Any) -> tuple[int, Any]:
-    """(0, SLOW or ASYNC; what ``native.Group.run_cached`` needs besides the tensors), read from the attributes."""
+    """(0, SLOW or ASYNC; ``native.Group.run_cached``'s detail), read from the attributes."""
     if type(opts).__name__ != CACHED[call].options:
-        return SLOW, None  # plain arguments instead of options, or something that the slow path refuses
+        return SLOW, None  # plain arguments instead of options, or what the slow path will refuse
     try:
         if opts.timeout.days >= 0 or is_profiling() or getattr(opts, "rootTensor", 0):  # an unset time-out is -1 ms
             return SLOW, None

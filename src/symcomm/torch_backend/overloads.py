@@ -1,4 +1,4 @@
-"""Which arguments the calls of a group take, as PyTorch's binding declares them. All others are refused.
+"""The arguments that a group's calls take, as PyTorch's binding declares them. All others are refused.
 
 A call has several forms: lists of tensors with an options object, or a tensor with plain arguments. An argument is
 known by its *slot*, the name of the parameter in TorchGroup's method. ``opts`` is one slot for all forms, so it may
@@ -20,7 +20,7 @@ from symcomm.errors import WrongTypeError, wrong_type
 from symcomm.types import ReduceOp as OwnReduceOp
 
 _PLAIN = ("opts", "root", "op", "timeout")
-# Names of a call's tensors in some of its forms: first those that it writes, or its only ones, then those it reads.
+# Names of a call's tensors in its forms: first those that it writes, or its only ones, then those that it reads.
 FIRST = ("tensors", "tensor", "output_tensors", "output_tensor", "outputs", "output", "outputTensor", "output_lists")
 SECOND = ("input_tensors", "input_tensor", "inputs", "input", "inputTensor", "input_list")
 
@@ -140,7 +140,7 @@ def options_of(call: str) -> str:
 
 @functools.cache
 def _tensor_kinds(call: str) -> tuple[tuple[str, ...], ...]:
-    """For each slot before the options, the kinds that some form takes there."""
+    """The kinds that some form takes, for each slot before the options."""
     return tuple(
         tuple({p.kind for form in CALLS[call] for p in form if p.name == slot})
         for slot in slots_of(call)
@@ -151,7 +151,7 @@ def _tensor_kinds(call: str) -> tuple[tuple[str, ...], ...]:
 def has_options(call: str, given: Sequence[Any], opts: Any) -> bool:
     """Whether this is a call with options, as torch's functions make it. ``check`` would accept it too, but is slower.
 
-    This also accepts a tensor that is not in a list: the core does not care."""
+    This also accepts a tensor that is not in a list, since the core does."""
     if type(opts).__name__ != options_of(call):
         return False
     values = zip(_tensor_kinds(call), given, strict=True)
@@ -194,7 +194,7 @@ _NOTHING = _Nothing()
 def check(call: str, given: Mapping[str, Any], by_place: int | None = None) -> None:
     """Raise unless one of the call's forms takes what is ``given``: values by their slot, in the order of slots.
 
-    ``by_place``: how many of them were given without a name, where that is known."""
+    ``by_place``: how many of them were given without a name, if known."""
     misfits = []
     for form in CALLS[call]:
         misfit = _misfit(call, form, given, by_place)
@@ -211,7 +211,7 @@ def check(call: str, given: Mapping[str, Any], by_place: int | None = None) -> N
 
 
 def bind(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as a caller wrote them, by their slot."""
+    """A call's arguments, as the caller wrote them, by slot."""
     slots = slots_of(call)
     if len(args) > len(slots):
         raise WrongTypeError(f"{call}: takes at most {len(slots)} arguments, got {len(args)}.")
@@ -225,14 +225,14 @@ def bind(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str
 
 
 def fit(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Raise unless one of the call's forms takes arguments as a caller wrote them."""
+    """Raise unless one of the call's forms takes the arguments, as the caller wrote them."""
     given = bind(call, args, named)
     check(call, {slot: given[slot] for slot in slots_of(call) if slot in given}, len(args))
 
 
 @functools.cache
 def signature_of(call: str) -> inspect.Signature:
-    """The signature of TorchGroup's method: its slots, and behind the star the names of tensors in other forms."""
+    """The signature of TorchGroup's method: its slots and, by name only, the tensors' names in other forms."""
     slots = slots_of(call)
     tensors = sum(slot in FIRST or slot in SECOND for slot in slots)
     names = [name for names in (FIRST, SECOND)[:tensors] for name in names if name not in slots]
@@ -243,5 +243,5 @@ def signature_of(call: str) -> inspect.Signature:
 
 
 def positional(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """``args`` and the tensors that a caller has named, by any form's names; these are removed from ``named``."""
+    """``args`` with the tensors that the caller passed by any form's names, which are removed from ``named``."""
     return (*args, *[named.pop(name) for name in (*FIRST, *SECOND) if name in named])

@@ -1,6 +1,6 @@
-"""Operations in torch's profiler.
+"""Shows operations in torch's profiler.
 
-As with torch's own backends there are two events an operation: ``symcomm:<operation>`` lasts from the call to the end
+As with torch's own backends, each operation has two events: ``symcomm:<operation>`` lasts from the call to the end
 of the operation and carries the shapes of its inputs, and ``symcomm_comms`` holds the facts in words (group, sizes,
 dtype) under the names that NCCL's ``record_param_comms`` has for them. (That name itself cannot be used from Python:
 torch's C++ takes it as a sign that its own structures are there.)
@@ -38,8 +38,8 @@ def describe(
     message: tuple[int, int] | None = None,
     is_async: bool = False,
 ) -> dict[str, Any]:
-    """The facts that Kineto writes about a collective, by its names for them. ``names``: the group's name and
-    description; ``splits``: the sizes given to all_to_all (in, out); ``message``: a message's sender and receiver."""
+    """The facts that Kineto writes about a collective, under its names. ``names``: the group's name and description;
+    ``splits``: the sizes passed to all_to_all (in, out); ``message``: a message's sender and receiver."""
     ranks = core.global_ranks
     steps = {b - a for a, b in itertools.pairwise(ranks)}
     return {
@@ -67,7 +67,7 @@ def _world(ranks: Sequence[int], rank: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _dtype_words(dtype: Any) -> str:
-    """As C++ calls it: ``Float``, ``BFloat16``, ``Long``."""
+    """The dtype's name in C++: ``Float``, ``BFloat16``, ``Long``."""
     try:
         return torch.empty(0, dtype=dtype).type().removeprefix("torch.").removesuffix("Tensor")
     except (RuntimeError, ValueError):  # a dtype that has no such name
@@ -82,7 +82,7 @@ class Span:
             pass
         record = _record_function_with_args_enter(f"symcomm:{operation}", *inputs)
         self._end: Any = torch.futures.Future()
-        # The profiler knows only the thread that opened an event; this lets any other close it.
+        # The profiler knows only the thread that opened an event; this lets any thread close it.
         self._ended = torch.ops.profiler._call_end_callbacks_on_jit_fut(record, self._end)
         self._lock = threading.Lock()
         self._open = True
@@ -92,5 +92,5 @@ class Span:
         with self._lock:
             if self._open:
                 self._open = False
-                # An event that ends in another thread is shown as asynchronous, as those of torch's backends are.
+                # An event that ends in another thread is shown as asynchronous, like those of torch's backends.
                 _closer(os.getpid()).submit(self._end.set_result, None).result()

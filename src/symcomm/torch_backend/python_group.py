@@ -1,4 +1,4 @@
-"""What torch expects of any group that is written in Python: names, a store, and hooks on its calls."""
+"""What torch expects of any group in Python: names, a store, and hooks on its calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Names:
 
 
 class CompletionHook:
-    """The function that is called when an operation of a group has ended, if there is one."""
+    """The function, if any, that is called when an operation of a group has ended."""
 
     hook: Callable[[WorkInfo], Any] | None = None
 
@@ -84,7 +84,8 @@ class PythonGroup(HookMethods, dist.ProcessGroup):
         return self.group_store
 
     def set_intercepted(self, is_intercepted: bool) -> None:
-        """Called when hooks begin or cease to watch this group's methods. No call of this group bypasses them."""
+        """Called when hooks begin or cease to watch this group's methods. Nothing to do: no call of this class bypasses
+        them."""
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
         """``hook(WorkInfo)`` is called when an operation of this group has ended, in whichever thread noticed it."""

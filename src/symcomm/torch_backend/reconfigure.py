@@ -1,7 +1,7 @@
 """Reconfigurable groups, with the methods that torch 2.15 expects of a backend; they work on older versions too.
 
 ``init_process_group("symcomm", enable_reconfigure=True)`` makes a group without members. ``reconfigure`` exchanges the
-core of a TorchGroup: the object stays, and with it what torch knows of the group.
+core of a TorchGroup. The object stays, and so does what torch knows of it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def _reconfigurable() -> type[ReconfigurableGroup]:
-    from symcomm.group.reconfigure import ReconfigurableGroup  # which most groups never need
+    from symcomm.group.reconfigure import ReconfigurableGroup  # most groups never need it
 
     return ReconfigurableGroup
 
 
 def wants_reconfigure(options: Any, backend_options: Any) -> bool:
-    """Whether a new group starts without members. torch's own options can say so since 2.15."""
+    """Whether a new group starts without members, by our options or, since torch 2.15, by torch's."""
     return any(getattr(given, "enable_reconfigure", False) for given in (options, backend_options))
 
 
 class EmptyCore:
-    """The core of a group without members. It has the rank and size that torch was given, and hooks for later; it
+    """The core of a group without members. It has the rank and size that torch was told, keeps hooks for later, and
     refuses everything else."""
 
     spans_hosts = is_usable = False
@@ -41,7 +41,7 @@ class EmptyCore:
         self.name = str(options.group_id)
         self.rank, self.size = options.group_rank, options.group_size
         self.global_ranks = list(range(self.size))
-        self.interception = Interception()  # of calls through torch's group: this object makes none
+        self.interception = Interception()  # of torch's group: this object makes no calls
         self.call_hooks = CallHooks(self.interception)
         self.members = _reconfigurable()(self.name, options.timeout)
         self.set_timeout, self.destroy = self.members.set_timeout, self.members.destroy
@@ -57,14 +57,14 @@ class EmptyCore:
         """Nothing is recorded."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.members.current, name)  # which raises: the group has no members
+        return getattr(self.members.current, name)  # raises: the group has no members
 
 
 class Membership:
-    """Who is in a TorchGroup, and how that changes. A group that was made with its members can be reconfigured too."""
+    """Who is in a TorchGroup, and how that changes. A group that was made with members can be reconfigured too."""
 
     def __init__(self, store: Any):
-        self._group: ReconfigurableGroup | None = None  # once it is needed
+        self._group: ReconfigurableGroup | None = None  # made when it is first needed
         self._store = store  # the group's first one
 
     @property

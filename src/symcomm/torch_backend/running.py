@@ -1,4 +1,4 @@
-"""How calls of a TorchGroup run: in the core alone where they can, otherwise on our group or on another engine."""
+"""Runs the calls of a TorchGroup: in the core alone if possible, otherwise on our group or on another engine."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _flat(tensors: Any) -> list[Any]:
 
 
 def _dispatched(op: Op, inputs: list[Any], outputs: list[Any]) -> list[Any]:
-    """The tensors whose device decides what torch calls: not those that it passes in lists of lists. If one has no
-    values (meta), the call does nothing."""
+    """The tensors whose device decides what torch calls: all but those in lists of lists. If one is a meta tensor,
+    which has no values, the call does nothing."""
     sides = ([] if op.name in _NESTED_INPUTS else inputs, [] if op.name in _NESTED_OUTPUTS else outputs)
     return [tensor for side in sides for tensor in side]
 
@@ -57,7 +57,7 @@ def _dispatched(op: Op, inputs: list[Any], outputs: list[Any]) -> list[Any]:
 def operation(name: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
     """TorchGroup's method for an operation, by our name of it. ``prepare`` checks its arguments, see operations.py.
 
-    A call like one before runs in the core alone, or stands in its queue if it is asynchronous."""
+    A call of a kind seen before runs in the core alone; if it is asynchronous, the core queues it."""
     op = BY_NAME[name]
     form = _FORMS.get(name, _of_two) if op.number >= 0 else _uncached
     method: Any = form(op, prepare)
@@ -66,8 +66,7 @@ def operation(name: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-# One function for each way to pass tensors. Each asks the core in its own frame: a Python frame costs a tenth of a
-# call.
+# One function for each way to pass tensors. Each calls the core itself: one Python frame more costs a tenth of a call.
 
 
 def _uncached(op: Op, prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,26 +158,26 @@ _FORMS = {
 class Calls:
     """The calls of one TorchGroup.
 
-    ``handle`` is the core's handle of our group; None while others than the core have to see the calls."""
+    ``handle`` is the core's handle of our group; None while something outside the core must see the calls."""
 
     def __init__(self, core: Any, engines: Engines, names: Names, completion: CompletionHook):
         self.core = core
         self.debug_checks: DebugChecks | None = None
         self._engines, self._names, self._completion = engines, names, completion
-        self._before = core.sequence_number  # operations that torch did not request
+        self._before = core.sequence_number  # how many operations torch did not request
         self._coalescing: list[Any] | None = None  # works since start_coalescing()
-        self._batch: Batch | None = None  # of those works
+        self._batch: Batch | None = None  # of the same works
         self._is_intercepted = False
         self.choose_path()
 
     def choose_path(self) -> None:
-        """Called whenever one of these facts changes."""
+        """Decide whether the core alone may run calls; called whenever one of these facts changes."""
         watched = self._is_intercepted or self._completion.hook is not None or self.debug_checks is not None
         is_alone = not self.core.spans_hosts and self._coalescing is None and not watched
         self.handle = self.core.handle if is_alone else None
 
     def set_intercepted(self, is_intercepted: bool) -> None:
-        """Called with whether hooks must see every call: calls that the core alone makes bypass them."""
+        """Say whether hooks must see every call: calls that the core alone runs bypass them."""
         self._is_intercepted = is_intercepted
         self.choose_path()
 
@@ -215,7 +214,7 @@ class Calls:
         source: Any,
         target: Any,
     ) -> Any:
-        """Goes on after the core, asked to run the call, has returned ``status``."""
+        """Go on with a call that the core was asked to run; it returned ``status``."""
         if status == ASYNC:
             work = self._queue(op.number, opts, source, target)
         else:
@@ -223,7 +222,7 @@ class Calls:
         return self.run_new(op, prepare, args, {}) if work is None else work
 
     def _run_seen(self, number: int, status: int, opts: Any, source: Any, target: Any) -> Any:
-        """Returns None if the call has to take the slow path."""
+        """Run a call of a kind seen before. Returns None if it must take the slow path."""
         core, detail = self.core, None
         if status == UNKNOWN:
             status, detail = read_options(number, opts)
@@ -317,7 +316,7 @@ class Calls:
         return Span(name, inputs, describe(self.core, (self._names.name, self._names.desc), inputs, outputs, **more))
 
     def message(self, name: str, start: str, tensors: Any, *args: Any) -> Any:
-        """Send or receive, by that method of our group."""
+        """Send or receive with the method ``start`` of our group."""
         if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in tensors):
             raise errors.wrong_type(name, "tensors", tensors, "a list of one tensor")
         tensor = single(name, tensors, "tensor list")

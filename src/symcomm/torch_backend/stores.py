@@ -22,8 +22,8 @@ _kept: list[Any] = []  # stores that only C++ still holds
 
 
 class KeptWhileInCpp(TorchStore):
-    """A store that C++ can call. C++ keeps only its own half alive, and calls need the Python half: a store that only
-    C++ still references is kept here until C++ releases it."""
+    """A store that C++ can call. C++ keeps only its own half alive, but calls need the Python half. So a store that
+    only C++ still references is kept here until C++ releases it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
 
 
 class _TorchStoreAdapter(KeptWhileInCpp):
-    """One of our stores as one of PyTorch's. C++ knows some calls by other names than Python does."""
+    """One of our stores as one of PyTorch's. C++ calls some methods by other names than Python does."""
 
     def __init__(self, store: Any):
         super().__init__()
@@ -88,7 +88,7 @@ class _TorchStoreAdapter(KeptWhileInCpp):
         return as_torch_store(self.store.clone())
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of some stores only: ``host``, ``port``, ``path``, ``underlying_store``."""
+        """Attributes that only some stores have: ``host``, ``port``, ``path``, ``underlying_store``."""
         if name == "store":  # not there yet
             raise AttributeError(name)
         return getattr(self.store, name)
@@ -107,7 +107,7 @@ _adapters: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def as_torch_store(store: Any) -> Any:
-    """``store`` as a ``torch.distributed.Store``; PyTorch's own, and those of symcomm.c10d, come back as they are.
+    """``store`` as a ``torch.distributed.Store``; PyTorch's own, and those of symcomm.c10d, are returned as they are.
 
     Raises: WrongTypeError."""
     if isinstance(store, TorchStore):

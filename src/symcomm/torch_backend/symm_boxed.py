@@ -1,8 +1,7 @@
-"""Operators of torch.ops.symm_mem that take or give a handle.
+"""Operators of torch.ops.symm_mem that take or return a handle.
 
-torch passes its own C++ object in a box; ours is a Python object that no box can hold. So the dispatcher does not get
-these operators: calls from Python with one of our handles, or a CPU tensor, come here, and all others go where they
-went before.
+torch passes its own C++ object in a box; ours is a Python object, which no box can hold. So these operators do not go
+through the dispatcher: we take calls from Python with one of our handles or a CPU tensor, and torch gets all others.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _is_on_cpu(value: Any) -> bool:
 
 
 def put_first(known: set[str]) -> Undo:
-    """Put ours before those of torch's operators that this version has."""
+    """Put ours before torch's operators, as far as this version has them."""
     namespace: Any = torch.ops.symm_mem
     return all_of(
         *(replace(namespace, name, _Either(getattr(namespace, name), BOXED[name])) for name in BOXED.keys() & known)

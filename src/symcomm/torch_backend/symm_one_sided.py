@@ -16,7 +16,7 @@ from symcomm.symm_mem.allocate import find_meeting, rendezvous
 from symcomm.symm_mem.groups import look_up
 from symcomm.symm_mem.handle import SymmetricMemory
 
-MOST_PAUSE = 1e-3  # seconds between looks at a word that does not come soon
+MOST_PAUSE = 1e-3  # seconds, at most, between looks at a word that takes long
 
 
 def get_remote_tensors(x: Tensor, group_name: str) -> list[Tensor]:
@@ -25,7 +25,7 @@ def get_remote_tensors(x: Tensor, group_name: str) -> list[Tensor]:
 
 
 def _counterpart(call: str, handle: SymmetricMemory, tensor: Tensor, peer: int) -> Tensor:
-    """The same elements in ``peer``'s memory."""
+    """The same elements as ``tensor``'s, in ``peer``'s memory."""
     if not tensor.is_contiguous():
         raise errors.bad_argument(call, "tensor", f"strides {tensor.stride()}", "contiguous")
     skipped = handle.offset // tensor.element_size() + tensor.storage_offset()
@@ -33,7 +33,7 @@ def _counterpart(call: str, handle: SymmetricMemory, tensor: Tensor, peer: int) 
 
 
 def _met(call: str, tensor: Tensor) -> SymmetricMemory:
-    """The handle of ``tensor``, which must exist: these calls name no group, and one rank makes them alone."""
+    """The handle of ``tensor``. It must exist already: these calls name no group, and one rank makes them alone."""
     handle = find_meeting(tensor, look_up(None))
     if handle is None:
         fix = "call rendezvous(tensor, group) on every rank first"
@@ -47,7 +47,7 @@ def put(tensor: Tensor, peer: int) -> None:
 
 
 def memcpy_to_multicast(symm_mem_out: Tensor, src: Tensor, byte_offset: int, group_name: str) -> Tensor:
-    """Write ``src`` to every rank's ``symm_mem_out``, that many bytes behind its start. The caller synchronizes."""
+    """Write ``src`` to every rank's ``symm_mem_out``, from ``byte_offset`` on. The caller synchronizes."""
     call = "memcpy_to_multicast_"
     if not 0 <= byte_offset <= symm_mem_out.nbytes - src.nbytes:
         raise errors.bad_argument(call, "byte_offset", byte_offset, f"0 to {symm_mem_out.nbytes - src.nbytes}")
@@ -90,7 +90,7 @@ def nvshmem_wait_for_signal(sigpad: Tensor, signal: int, peer: int) -> None:
 
 
 def nccl_put_with_signal(tensor: Tensor, signal: int, peer: int) -> None:
-    """Write the tensor to the peer, then ``signal`` to the last word of the signal pad that the peer has for it."""
+    """Write the tensor to the peer, then ``signal`` to the last word of the peer's signal pad for it."""
     handle = _met("nccl_put_with_signal", tensor)
     _check_signal("nccl_put_with_signal", signal, torch.uint32)
     put(tensor, peer)
@@ -131,13 +131,13 @@ def _wait_for(call: str, word: Tensor, value: int, group: ProcessGroup | None, w
     what = f"{call}: waiting for {value}"
     while word.item() != value:
         gone = group is not None and pause == MOST_PAUSE and _are_gone(group, writers)
-        if gone and word.item() != value:  # they may have written it just before they left
+        if gone and word.item() != value:  # one may have written it just before it left
             raise errors.RankFailedError(f"{what} failed: rank {format_ranks(writers)} died or left.", writers)
         if time.monotonic() > end:
             raise errors.deadline(f"{what}, found {word.item()},", seconds)
         time.sleep(pause)
         pause = min(pause + 20e-6, MOST_PAUSE)
-    time.sleep(0)  # gives up the GIL and takes it again, so that no later read happens before that of the word
+    time.sleep(0)  # gives the GIL up and takes it again, so that no later read comes before that of the word
 
 
 def _are_gone(group: ProcessGroup, ranks: Sequence[int]) -> bool:
@@ -147,7 +147,7 @@ def _are_gone(group: ProcessGroup, ranks: Sequence[int]) -> bool:
 
 
 def async_input_mm(a: Tensor, b: Tensor, a_chunk_signals: Tensor, a_chunk_pivot: int) -> Tensor:
-    """``a @ b``, a chunk of rows at a time from chunk ``a_chunk_pivot`` on, each once its signal is 1."""
+    """``a @ b``, by chunks of rows, starting with chunk ``a_chunk_pivot``; each waits until its signal is 1."""
     call = "_async_input_mm"
     chunks = a_chunk_signals.numel()
     if not chunks or a.shape[0] % chunks:

@@ -57,7 +57,7 @@ IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "two_shot_all_reduce_": symm_reduce.two_shot_all_reduce_,
     "two_shot_all_reduce_out": symm_reduce.two_shot_all_reduce_out,
 }
-NEEDS_MULTICAST = {  # -> the operator that does the same without
+NEEDS_MULTICAST = {  # -> the operator that does the same without it
     "multimem_all_gather_out": "_low_contention_all_gather",
     "multimem_all_reduce_": "two_shot_all_reduce_",
     "multimem_one_shot_all_reduce": "one_shot_all_reduce",
@@ -74,7 +74,7 @@ def _refusing(name: str, why: str) -> Callable[..., Any]:
 
 
 def _without_data(schema: Any) -> Callable[..., Any] | None:
-    """A kernel for tracing: for an operator that returns what it writes, or nothing. None for others."""
+    """A kernel for tracing an operator that returns what it writes, or nothing; None for others."""
     if not schema.returns:
         return lambda *_, **__: None
     written = schema.returns[0].alias_info
@@ -87,7 +87,7 @@ def _without_data(schema: Any) -> Callable[..., Any] | None:
 
 
 def _register_for_tracing(names: set[str]) -> Any:
-    """Register kernels for tracing: Dynamo asks each operator for its result without data, and torch has only some."""
+    """Register kernels for tracing: Dynamo asks operators for results without data, and torch has few such kernels."""
     library = torch.library.Library("symm_mem", "IMPL", "Meta")
     for name in sorted(names):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "Meta"):

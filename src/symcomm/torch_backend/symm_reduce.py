@@ -1,7 +1,7 @@
-"""Operators of torch.ops.symm_mem that reduce, gather, or do so around a matmul.
+"""Operators of torch.ops.symm_mem that reduce or gather, alone or around a matmul.
 
-Reductions run on the group's own collectives, so they have its one order, a tree over ranks, and give every rank the
-same bits.
+Reductions run on the group's own collectives, so they add in the group's one order, a tree over ranks, and give all
+ranks the same bits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def one_shot_all_reduce_copy(symm_buffer: Tensor, local_input: Tensor, reduce_op
 def one_shot_all_reduce_copy_out(
     symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str, out: Tensor
 ) -> Tensor:
-    """Reduces ``local_input``; ``symm_buffer`` holds a copy of it afterwards, as with torch."""
+    """Reduce ``local_input``; afterwards ``symm_buffer`` holds a copy of it, as in torch."""
     call = "one_shot_all_reduce_copy"
     check_like(call, "out", out, local_input.shape, local_input.dtype)
     count = local_input.numel()
@@ -118,7 +118,7 @@ def low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def low_contention_all_gather_multicast(tensor: Tensor, group_name: str) -> Tensor:
-    """As low_contention_all_gather; also takes a single number of each rank."""
+    """low_contention_all_gather, which also takes a single number of each rank."""
     return gathered(find_group("_low_contention_all_gather_ce_multicast", group_name), torch.atleast_1d(tensor))
 
 
@@ -154,7 +154,7 @@ def _gathered_first(group: ProcessGroup, shard: Tensor, dim: int) -> Tensor:
 
 
 def pays_in_pieces(group: ProcessGroup, nbytes: int) -> bool:
-    """Whether a matmul and a collective of this size should run beside each other: there must be a core for it."""
+    """Whether a matmul and a collective of this size should run beside each other, which takes an idle core."""
     return nbytes >= PIECES_FROM and len(os.sched_getaffinity(0)) > group.size * torch.get_num_threads()
 
 
@@ -201,7 +201,7 @@ def fused_all_gather_matmul(
         first, products = _gather_beside(group, A, Bs, dim)
         return first.movedim(0, dim) if return_A else None, [product.movedim(0, dim) for product in products]
     first = _gathered_first(group, A, dim)
-    if dim == A.dim() - 1:  # the dimension that the product sums over: it has to be whole, and last
+    if dim == A.dim() - 1:  # the product sums over this dimension, so it must be whole, and last
         full = first.movedim(0, -1).contiguous()
         return full if return_A else None, [torch.matmul(full, B) for B in Bs]
     products = [torch.matmul(first, B).movedim(0, dim) for B in Bs]
@@ -318,7 +318,7 @@ def multi_root_tile_reduce(
 
 
 def _reduced_to(group: ProcessGroup, tile: Tensor, root: int, reduce_op: str, out: Tensor) -> None:
-    """Reduce into the root's ``out``. All tiles stay as they are."""
+    """Reduce into the root's ``out``, leaving all tiles as they are."""
     part = tile.clone(memory_format=torch.contiguous_format) if group.rank == root else tile.contiguous()
     group.reduce(part, root, reduce_op)
     if group.rank == root:

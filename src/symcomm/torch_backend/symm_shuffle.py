@@ -42,7 +42,7 @@ def nvshmem_broadcast(input: Tensor, root: int, group_name: str) -> Tensor:
 
 
 def _everybodys_splits(call: str, group: ProcessGroup, splits: Tensor) -> list[list[int]]:
-    """Row r: how rank r splits its input. Rows are equally long, and all ranks see what is wrong with any of them."""
+    """Row r: how rank r splits its input. All ranks see if any row is wrong; rows must be equally long."""
     check_divisible(call, "the number of splits", splits.numel(), group.size)
     matrix = gathered(group, splits.reshape(1, -1).to(torch.int64)).tolist()
     for rank, row in enumerate(matrix):
@@ -52,7 +52,7 @@ def _everybodys_splits(call: str, group: ProcessGroup, splits: Tensor) -> list[l
 
 
 def _check_room(call: str, name: str, needed: Sequence[int], tensor: Tensor) -> None:
-    """``needed``: rows, by rank. All ranks have the same numbers, so all of them refuse, and nobody waits."""
+    """``needed``: rows, by rank. All ranks have the same numbers, so all of them refuse, and none waits."""
     for rank, rows in enumerate(needed):
         if rows > tensor.shape[0]:
             raise errors.bad_argument(call, name, f"{tensor.shape[0]} rows", f"{rows} or more, which rank {rank} needs")

@@ -21,7 +21,7 @@ def duration(name: str, value: Any) -> timedelta:
     if isinstance(value, float):
         try:
             return timedelta(seconds=value)
-        except (OverflowError, ValueError):  # PyTorch's makes another time of it
+        except (OverflowError, ValueError):  # PyTorch would make another time of it
             raise bad_argument(name, "value", value, "a time that a timedelta can hold") from None
     if not isinstance(value, timedelta):
         raise wrong_type(name, "value", value, "a timedelta", "write timedelta(seconds=...)")
@@ -116,7 +116,7 @@ def lists_of_sizes(name: str, value: Any) -> list[list[int]]:
 def mapping(
     name: str, value: Any, key: Callable[[str, Any], Any], item: Callable[[str, Any], Any], words: str
 ) -> dict[Any, Any]:
-    """A dict whose keys and values are each of a kind."""
+    """A dict whose keys are of one kind and whose values are of another."""
     if not isinstance(value, dict):
         raise wrong_type(name, "value", value, f"a dict of {words}")
     return {key(name, k): item(name, v) for k, v in value.items()}

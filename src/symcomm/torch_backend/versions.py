@@ -1,8 +1,8 @@
 """What differs between the versions of torch that Symcomm runs on. Nothing else in the package asks for a version.
 
 Builds differ as well as versions, so each fact is found by asking the running torch, not by its version number. Two
-packages lie below and cannot import this one: ``group`` (buffers, arguments) and ``symm_mem`` (symmetrize) ask the
-tensor or storage that they were handed. ``device`` asks torch itself, since it also runs on builds without
+packages are below this one and cannot import it: ``group`` (buffers, arguments) and ``symm_mem`` (symmetrize) ask the
+tensor or storage that they get. ``device`` asks torch itself, since it also runs on builds without
 ``torch.distributed``.
 """
 
@@ -24,7 +24,7 @@ HAS_PYTHON_BACKENDS = "rank" in (torch_c10d.Backend.__init__.__doc__ or "")
 # A build for CUDA has kernels for it, whether there is a GPU or not.
 HAS_CUDA = torch.version.cuda is not None
 
-# split_group numbers ranks in the order of the list, and not by size, and gives others NON_GROUP_MEMBER (since 2.15).
+# split_group numbers ranks in the order of the list, not by size, and gives others NON_GROUP_MEMBER (since 2.15).
 SPLIT_KEEPS_ORDER = "order of ranks within each split is preserved" in " ".join(
     (c10d.split_group.__doc__ or "").split()
 )
@@ -71,7 +71,7 @@ def allocates_comm_buffers() -> bool:
 
 
 def dist2_factories() -> dict[str, Callable[..., Any]]:
-    """How torch.distributed._dist2 makes groups, by backend; empty where it is gone (since 2.14)."""
+    """How torch.distributed._dist2 makes groups, by backend; empty since 2.14, which lacks it."""
     try:
         from torch.distributed import _dist2
     except ImportError:
@@ -92,7 +92,7 @@ def looked_up_by_cpp(name: str, older: str) -> str:
 
 def op_type(name: str, otherwise: str) -> Any:
     """A member of torch's OpType; ``otherwise`` in versions that lack it."""
-    kinds = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
+    kinds = vars(torch_c10d)["OpType"]  # torch's own stubs do not list it
     return getattr(kinds, name, None) or getattr(kinds, otherwise)
 
 

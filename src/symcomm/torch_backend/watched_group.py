@@ -1,4 +1,4 @@
-"""Groups that torch's C++ hooks watch; cpp_backend.py says which way their calls go."""
+"""WatchedGroup: a group that torch's C++ hooks watch. cpp_backend.py says which way its calls go."""
 
 from __future__ import annotations
 

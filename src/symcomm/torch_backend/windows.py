@@ -11,7 +11,7 @@ from symcomm.windows.window import Window, WindowAttr, new_window
 
 
 class TorchWindow(Window):
-    """Made by ``TorchGroup.new_window()``. torch 2.15's own Window has no constructor that a class could use."""
+    """Made by ``TorchGroup.new_window()``. torch 2.15's own Window has no constructor that a subclass could call."""
 
     _done = done
 
@@ -19,7 +19,7 @@ class TorchWindow(Window):
         return TorchWork(work, [], call, seconds)
 
     def get_attr(self, peer_rank: int) -> Any:
-        """torch's WindowAttr where there is one, ours before torch 2.15."""
+        """torch's WindowAttr, or ours before torch 2.15."""
         attr = super().get_attr(peer_rank)
         theirs: Any = vars(torch_c10d).get("WindowAttr", WindowAttr)
         if theirs is WindowAttr:

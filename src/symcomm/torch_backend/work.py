@@ -1,7 +1,7 @@
 """Works as torch expects them.
 
 torch's C++ is particular: ``wait`` must take a timeout, a future must hold a list of tensors and be completed by
-another thread than its waiter's, and an exception must be raised in a ``then`` callback to pass through C++.
+another thread than its waiter's, and only an exception raised in a ``then`` callback passes through C++.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from symcomm.torch_backend.frames import wants_stacked
 from symcomm.torch_backend.values import duration
 
 WorkClass = TypeVar("WorkClass", bound=type)
-OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
-# Torch's word for our calls, and for the two that it knows by a name of its own.
+OpType: Any = vars(torch_c10d)["OpType"]  # torch's own stubs do not list it
+# torch's OpType for our calls; two of them have another name there.
 _OP_TYPES = {op.name: versions.op_type(op.op_type, "COALESCED") for op in OPS}
 _OP_TYPES |= {"all_gather_coalesced": OpType.ALLGATHER_COALESCED, "recvAnySource": OpType.RECVANYSOURCE}
 _OP_TYPES["coalesced"] = OpType.COALESCED
-NO_LIMIT = timedelta(0)  # of a wait: the operation's own holds
+NO_LIMIT = timedelta(0)  # of a wait: the operation's own time-out holds
 
 
 def op_type_of(call: str) -> Any:
@@ -50,7 +50,7 @@ class WorkInfo:
 
 def late(error: errors.SymcommError, limit: float, took: float) -> errors.SymcommError:
     """The error of an operation that had ``limit`` seconds and took ``took``. If it was late, even because a rank is
-    gone, the error begins with the words that scripts written for Gloo look for."""
+    gone, the error begins with words that scripts written for Gloo look for."""
     text = f"Timed out waiting {limit * 1e3:.0f}ms: {error}"
     if isinstance(error, errors.DeadlineError) and error.is_own:
         return errors.DeadlineError(text, error.missing)
@@ -85,7 +85,7 @@ _OLD_CALLS = {
 
 
 def warns_of_old_calls(kind: WorkClass) -> WorkClass:
-    """The class, whose old methods now warn, once a process each, as those of PyTorch's works do."""
+    """Make old methods of the class warn, each once in a process, as those of PyTorch's works do."""
     for name, instead in _OLD_CALLS.items():
         if name in vars(kind):
             setattr(kind, name, _warning(name, vars(kind)[name], instead))
@@ -115,7 +115,7 @@ class _OwnWork(Work):
 
     @property
     def outputs(self) -> list[Any]:
-        """The operation's tensors, whether it has ended or not; ``result()`` waits."""
+        """The operation's tensors, whether or not it has ended; ``result()`` waits."""
         return self._tensors
 
     def synchronize(self) -> None:
@@ -164,7 +164,7 @@ class DoneWork(_OwnWork):
         return True
 
     def add_done_callback(self, callback: Any) -> None:
-        """As TorchWork's; the operation has ended."""
+        """As TorchWork's, but the operation has already ended."""
         callback()
 
     def is_completed(self) -> bool:
@@ -230,7 +230,7 @@ class TorchWork(_OwnWork):
     numbers_from = 0  # operations of the core that torch did not request
 
     def _get_sequence_number(self) -> int:
-        """As ``_get_sequence_number_for_group`` counts; messages are not counted."""
+        """The operation's number, as ``_get_sequence_number_for_group`` counts. Messages have none."""
         number = getattr(self.inner, "sequence_number", None)
         if number is None:
             raise errors.CallerError(f"_get_sequence_number: {self._call} has no number; collectives have.")
@@ -311,7 +311,7 @@ class TorchWork(_OwnWork):
 
 
 class QueuedWork(TorchWork):
-    """A call that the core has queued alone. Whatever it can be asked is found out when it is."""
+    """A call that the core queued without Python. It looks facts up only when they are asked for."""
 
     def __init__(self, inner: Any, limit_ns: int, numbers_from: int):
         Work.__init__(self)
@@ -353,7 +353,7 @@ class AllOf(_OwnWork):
     def wait(self, timeout: timedelta | float = NO_LIMIT) -> bool:
         timeout = duration("wait: timeout", timeout)
         end = time.monotonic() + timeout.total_seconds()
-        for work in self._works:  # the first late one ends the wait for all
+        for work in self._works:  # the first late work ends the wait
             left = timedelta(seconds=max(end - time.monotonic(), 1e-6)) if timeout > NO_LIMIT else timeout
             work.wait(left)
         return True

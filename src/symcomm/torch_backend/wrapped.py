@@ -1,4 +1,4 @@
-"""Groups for code that makes its own: wrappers that would say ``ProcessGroupGloo(store, rank, size, timeout)``."""
+"""Makes groups for wrappers that would otherwise call ``ProcessGroupGloo(store, rank, size, timeout)``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from symcomm.torch_backend.group import TorchGroup
 
 
 def torch_process_group(store: Any, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> TorchGroup:
-    """A ``torch.distributed.ProcessGroup`` of ours, which torch's ``init_process_group`` knows nothing of.
+    """A ``torch.distributed.ProcessGroup`` of ours, made without torch's ``init_process_group``.
 
-    ``store`` is where its ranks meet. Groups that meet in one store, one after the other, need a prefix each
-    (``torch.distributed.PrefixStore``), as Gloo's do. All ranks call this at once; ``timeout`` is for that, and for
-    every call that does not say otherwise. It ends with ``shutdown()`` or ``abort()``.
+    ``store`` is where its ranks meet. Groups that meet in one store, one after another, need a prefix each
+    (``torch.distributed.PrefixStore``), as Gloo's do. All ranks call this at once. ``timeout`` holds for this call, and
+    for each call of the group that names none. End the group with ``shutdown()`` or ``abort()``.
 
     Raises: RankFailedError, DeadlineError and BadArgumentError, as ``init_process_group`` does."""
     return TorchGroup(store, rank, size, timeout, "", None, None, None, label="world")

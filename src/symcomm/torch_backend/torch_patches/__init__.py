@@ -1,11 +1,11 @@
 """Every change that Symcomm makes to torch's behaviour, one file each. A file says what it changes, why, for which
 versions of torch, and how to undo it; its ``apply()`` returns the function that undoes it.
 
-when torch is imported (Symcomm is registered)
+when Symcomm is registered, while torch is imported
     store_errors.py           our stores' exceptions are torch's, too
     reduce_op_options.py      torch's options take our reduce operations
     prefix_store.py           torch's PrefixStore takes our stores
-    init_process_group.py     waits for the previous group's end, and looks again for a store that is going away
+    init_process_group.py     waits for the previous group's end, and tries again if its store goes away
     destroy_process_group.py  releases stores that only the group's C++ half held
     buffer_hook.py            autograd accepts that DDP's buffer hook overwrites buffers
     reducer_join.py           torch's Reducer keeps the work that counts joined ranks
@@ -23,7 +23,7 @@ when the first group is made
     flight_recorder_dumps.py  torch's dumps show our operations
     health_check_hook.py      torch's health check also attaches ours
     cpp_hooks.py              groups notice that a hook of C++ was attached
-    when_imported.py          modules of the compiler and of FSDP2, once they are imported: make_fx.py,
+    when_imported.py          waits until the compiler's modules and FSDP2's are imported, for make_fx.py,
                               comm_debug_mode.py, dynamo_rules.py, fsdp_buffers.py and our lowerings (symcomm.compile)
 
 method_swap.py, patch.py and ``symcomm.undo`` are tools that these use. ``symm_mem/install.py`` and

@@ -1,7 +1,7 @@
 """What: a buffer hook of DistributedDataParallel does not raise the versions of the buffers that it overwrites.
 Why: by default such a hook runs between forward and backward, and its all_reduces end during backward. By then autograd
-has saved the running statistics of batch norms, which backward needs in evaluation only; it would refuse, since our
-all_reduces raise versions. torch's do not.
+has saved the running statistics of batch norms, although backward needs them in evaluation only. It would refuse to go
+on, since our all_reduces raise versions; torch's do not.
 Versions: all.
 Undo: the method is torch's again.
 """

@@ -1,7 +1,7 @@
 """What: a ``CommDebugMode`` counts every call of our groups as the operator that torch's own groups would call.
-Why: it counts torch's operators, and calls of our groups are none.
+Why: it counts torch's operators, and our groups' calls use none.
 Versions: all.
-Undo: methods stay what they are while one counts.
+Undo: methods are no longer swapped while such a mode counts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from symcomm.ops import OPERATORS
 from symcomm.torch_backend.torch_patches import method_swap
 from symcomm.undo import Undo
 
-_TRACES = torch._C._TorchDispatchModeKey.PROXY  # make_fx.py traces operators, which count by themselves
+_TRACES = torch._C._TorchDispatchModeKey.PROXY  # make_fx.py traces operators, which are counted anyway
 
 
 class _Shown:
-    """Passed to a mode as the operator; calling it makes the group's call."""
+    """Stands for the operator that a mode sees; calling it makes the group's call."""
 
     def __init__(self, operator: Any, call: Callable[[], Any]):
         self._overloadpacket = operator
@@ -54,7 +54,7 @@ def _counted(ours: Callable[..., Any], operator: Any, mode: type) -> Callable[..
         run: Any = functools.partial(ours, self, *args, **kwargs)
         for counter in counters:
             run = functools.partial(counter.__torch_dispatch__, _Shown(operator, run), (), args)  # type: ignore[attr-defined]
-        with _disable_current_modes():  # calls inside this one do not count
+        with _disable_current_modes():  # calls within this one do not count
             return run()
 
     return call

@@ -1,5 +1,5 @@
 """What: our group is a WatchedGroup (watched_group.py) while torch's FlightRecorderHook or NanCheckHook is attached.
-Why: they are C++ objects, and see only calls that pass through C++.
+Why: these hooks are C++ objects, and see only calls that pass through C++.
 Versions: those that have them (2.15).
 Undo: ``attach`` and ``remove`` are C++'s again.
 """

@@ -34,7 +34,7 @@ def _address(library: ctypes.CDLL, symbol: str) -> int:
 
 
 def _allocator_functions(library: ctypes.CDLL) -> tuple[Any, Any]:
-    """torch's functions that tell which allocator CPU tensors come from, and that choose another."""
+    """torch's functions that return and replace the allocator of CPU tensors."""
     get, choose = library[_GET], library[_SET]
     get.argtypes, get.restype = [ctypes.c_void_p], ctypes.c_void_p
     choose.argtypes, choose.restype = [ctypes.c_int8, ctypes.c_void_p, ctypes.c_uint8], None

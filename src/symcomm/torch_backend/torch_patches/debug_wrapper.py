@@ -1,5 +1,5 @@
-"""What: groups of ours get no wrapper with TORCH_DISTRIBUTED_DEBUG=DETAIL; they check more themselves.
-Why: the wrapper makes a Gloo group beside each, and compares less than every call of ours does.
+"""What: with TORCH_DISTRIBUTED_DEBUG=DETAIL, groups of ours get no wrapper.
+Why: the wrapper makes a Gloo group beside each group, and compares less than each call of ours does.
 Versions: all.
 Undo: the function is torch's again.
 """

@@ -1,5 +1,5 @@
 """What: ``torch.distributed._dist2.new_group(backend="symcomm")`` makes groups of ours.
-Why: it has a table of factories of its own.
+Why: this function has its own table of factories.
 Versions: those that have the module.
 Undo: the table has no entry of ours.
 """

@@ -1,7 +1,7 @@
 """What: Dynamo leaves our own code alone.
-Why: when C++ calls a group (DDP does, in its forward), Dynamo would compile that as well.
+Why: when C++ calls a group, as DDP's forward does, Dynamo would compile our method.
 Versions: all.
-Undo: our folders are no longer among those that it skips.
+Undo: Dynamo no longer skips our folders.
 """
 
 from __future__ import annotations

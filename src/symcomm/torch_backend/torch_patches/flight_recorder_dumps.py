@@ -1,9 +1,9 @@
 """What: torch's own functions that dump its flight recorder show what our groups did.
 Why: C++ backends write torch's recorder, and since 2.14 a hook that slows every call down; ours records all calls
-anyway. So when Python reads torch's recorder, it gets our entries as well, in torch's format.
-Versions: those that have one recorder for each backend (since 2.15) show ours under ``backend="symcomm"``, older ones
-among the others by time. If torch's hook is attached to a group of ours, torch's recorder has these calls itself, and
-we leave it alone.
+anyway. So whoever reads torch's recorder from Python gets our entries as well, in torch's format.
+Versions: torch since 2.15 has a recorder for each backend, and shows ours under ``backend="symcomm"``; older ones show
+our entries among the others, by time. If torch's hook is attached to a group of ours, torch's recorder has these calls
+itself, and we leave it alone.
 Undo: the functions are torch's again.
 """
 
@@ -52,7 +52,7 @@ def _dump(theirs: Any, pickled: bool, by_backend: bool) -> Any:
             return told
         found = read(told)
         if any(str(entry["profiling_name"]).startswith(f"{BACKEND}:") for entry in found.get("entries", ())):
-            return told  # by torch's hook
+            return told  # torch's hook records these calls
         ours = this_rank(asked.get("includeCollectives"), asked.get("includeStackTraces"), asked.get("onlyActive"))
         if by_backend or not ours["pg_config"]:
             return write(ours) if ours["pg_config"] else told

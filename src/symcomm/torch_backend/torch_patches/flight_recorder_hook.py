@@ -1,6 +1,6 @@
 """What: torch does not attach its flight recorder to groups of ours by itself; a program still can.
-Why: our own recorder sees every call; torch's hook would send each of them through C++.
-Versions: since 2.14, which attaches it by itself.
+Why: our own recorder sees every call; torch's hook would send every call through C++.
+Versions: torch attaches it by itself since 2.14.
 Undo: the function is torch's again.
 """
 

@@ -1,11 +1,11 @@
 """What: FSDP2's buffers for all_gather and reduce_scatter are symmetric, if its group is ours and on the CPU.
-Why: peers then read and write them in place. A program has to call ``set_allocate_memory_from_process_group_for_comm``
-on every module to get as much from torch.
-How: what a group of parameters communicates with is torch's default, and stays one for torch, so that whoever chooses
-another replaces ours. Buffers that are too small to gain anything, that the compiler traces, or for which there is no
-room are torch's own.
-Versions: those where it has ``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch 2.10 to 2.15); on any other,
-nothing happens.
+Why: peers then read and write them in place. With torch alone, a program has to call
+``set_allocate_memory_from_process_group_for_comm`` on every module for that.
+How: we replace the default object that a group of parameters communicates with. torch still takes ours for the default,
+so a program that chooses another replaces it. Buffers stay torch's own if they are too small to gain, if the compiler
+traces them, or if there is no room.
+Versions: those where it has ``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch 2.10 to 2.15); on any other, this
+does nothing.
 Undo: groups of parameters that are made from then on have torch's buffers.
 """
 
@@ -20,8 +20,8 @@ import torch
 
 from symcomm.undo import Undo, all_of, replace
 
-# Making one takes 14 us (`python -m timeit`), and two ranks that share their cores with others gain from 256 KiB to
-# 1 MiB on: before, they lose more by the second meeting of a direct call than they save.
+# Making one takes 14 us (`python -m timeit`). Two ranks that share their cores with others gain from 256 KiB to 1 MiB
+# on; below, the second meeting of a direct call costs more than it saves.
 LEAST_BYTES = 512 << 10
 _COMMS = {"_all_gather_comm": "DefaultAllGather", "_reduce_scatter_comm": "DefaultReduceScatter"}
 
@@ -44,7 +44,7 @@ def _with_symmetric_buffers(kind: type) -> type:
 
 
 def _group_of(mesh_info: Any) -> Any:
-    """A group of ours whose ranks exchange these parameters, or None. Any will do: memory belongs to the process."""
+    """A group of ours whose ranks exchange these parameters, or None. Any will do: the memory is the process's."""
     for name in ("shard_process_group", "replicate_process_group"):
         group = getattr(mesh_info, name, None)
         if getattr(group, "is_symcomm", False):

@@ -1,8 +1,8 @@
-"""What: two operators of ``_c10d_functional`` get kernels of ours for CPU and CUDA tensors, which do the same on our
-groups and hand every other group to the kernel that was there.
+"""What: two operators of ``_c10d_functional`` get kernels of ours for CPU and CUDA tensors. These serve our groups, and
+leave every other group to the kernel that was there.
 Why: ``_c10d_functional`` resolves a group by name and calls it. For these two, torch looks past a Python group for a
 C++ backend inside it, and finds none.
-Versions: those whose kernels do so (see versions.py).
+Versions: those whose kernels do that (see versions.py).
 Undo: the kernels are torch's again.
 
 Inside ``allow_inflight_collective_as_graph_input_ctx``, ``wait_tensor`` knows the tensors of asynchronous calls, so

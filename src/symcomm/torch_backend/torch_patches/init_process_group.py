@@ -1,6 +1,6 @@
-"""What: ``init_process_group`` waits until this process has left the previous group, and tries again if the store that
-it found goes away.
-Why: a rank that makes the next group before rank 0 has left the previous one finds the server that is about to end.
+"""What: ``init_process_group`` waits until rank 0 has left the previous group, and tries again if the store that it
+found goes away.
+Why: a rank that makes the next group earlier would find the previous group's server, which is about to end.
 Versions: all.
 Undo: the function is torch's again.
 """

@@ -10,7 +10,7 @@ Undo: methods are no longer swapped during tracing; the operators' kernels are t
     the operator    finally runs on real tensors: our kernel calls the group's own method
 
 The methods are swapped only during tracing (see method_swap.py); the operators get kernels when the first call
-is traced, so other groups' calls cost nothing more in programs that never do this.
+is traced, so programs that never trace pay nothing for this.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _dispatched(method: str, own: Callable[..., Any], now: Callable[..., Any]) -
 def _all_to_all_single(
     group: Any, output: Any, input: Any, output_splits: Any = (), input_splits: Any = (), opts: Any = None
 ) -> Any:
-    """C++ looks this one up by two names, so a method of either name would be called back."""
+    """C++ looks this method up under two names, and would call back a method of either."""
     torch.ops.c10d.alltoall_base_(output, input, group.boxed(), list(output_splits), list(input_splits), False)
     return done
 
@@ -104,7 +104,7 @@ def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., An
         splits = [list(given[name]) for name in ("output_split_sizes", "input_split_sizes") if name in given]
         if getattr(group, "is_symcomm", False):
             method_swap.own(type(group), method)(group, *args[:place], *splits, _options(kind, given, False))
-            work = c10d.FakeWork()  # it has ended
+            work = c10d.FakeWork()  # a work that has ended
         elif (theirs := _of_backend(group, method, given)) is not None:
             work = theirs(
                 *args[:place], *splits, _options(kind, given, given.get("async_op", given.get("asyncOp", True)))
@@ -119,9 +119,9 @@ def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., An
 def _of_backend(group: Any, method: str, given: dict[str, Any]) -> Callable[..., Any] | None:
     """For a group that is not ours: the function that the operator's own kernel would call.
 
-    We do not call that kernel: from Python it runs with the interpreter's lock held, and Gloo's thread may want that
-    lock while it holds the one that the call needs."""
-    if "reduce_op" in given and given["reduce_op"].op() == _PREMUL_SUM:  # its factor is not passed to us
+    We do not call that kernel: from Python it runs with the interpreter lock held, and Gloo's thread may wait for that
+    lock while it holds one that the call needs."""
+    if "reduce_op" in given and given["reduce_op"].op() == _PREMUL_SUM:  # we do not get its factor
         return None
     if given.get("sparse_indices") is not None:
         return None

@@ -1,7 +1,7 @@
 """Swaps methods of our groups while one of torch's dispatch modes is active.
 
-At other times calls cost nothing extra. Several threads may enter and leave modes in any order: the methods are always
-the class's own, wrapped for each kind of mode that is active somewhere.
+At other times calls cost nothing extra. Several threads may enter and leave modes in any order: a method is always the
+class's own, wrapped for each kind of mode that is active in some thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _layers: dict[type, list[_Layer]] = {}
 
 
 def own(owner: type, name: str) -> Callable[..., Any]:
-    """The class's own method, also while methods are swapped."""
+    """The class's own method, even while it is swapped."""
     with _lock:
         return _own.get((owner, name)) or getattr(owner, name)
 

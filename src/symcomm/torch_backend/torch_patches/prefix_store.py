@@ -26,7 +26,7 @@ def apply() -> Undo:
 
 
 def _as_torchs(value: Any) -> Any:
-    base = sys.modules.get("symcomm.store.base")  # loaded by whoever made a store of ours
+    base = sys.modules.get("symcomm.store.base")  # loaded, if there is a store of ours
     if base is None or not isinstance(value, base.Store):
         return value
     from symcomm.torch_backend.stores import as_torch_store

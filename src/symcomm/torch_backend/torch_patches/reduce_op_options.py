@@ -16,11 +16,11 @@ from symcomm.undo import Undo, all_of, replace
 
 
 def apply() -> Undo:
-    """Most callers pass a kind such as SUM, which C++ converts into an operation. Keeping the operations saves about
-    half of the time that setting one takes."""
+    """Most callers pass a kind such as SUM, which C++ would convert into an operation each time. Keeping the operations
+    saves about half of the time that setting one takes."""
     theirs: Any = dist.ReduceOp
     kinds = [kind for name, kind in theirs.RedOpType.__members__.items() if name != "PREMUL_SUM"]
-    made = {id(kind): theirs(kind) for kind in kinds}  # a kind is a single object, its class's attribute
+    made = {id(kind): theirs(kind) for kind in kinds}  # each kind is one object, an attribute of its class
     names = ("AllreduceOptions", "AllreduceCoalescedOptions", "ReduceOptions", "ReduceScatterOptions")
     classes = [getattr(_C, name) for name in names]
     return all_of(*(replace(each, "reduceOp", _taking_ours(each.reduceOp, made)) for each in classes))
@@ -33,7 +33,7 @@ def _taking_ours(known: property, made: dict[int, Any]) -> property:
         try:
             set_known(options, made.get(id(op), op))
         except TypeError:
-            types = sys.modules.get("symcomm.types")  # loaded by whoever made an operation of ours
+            types = sys.modules.get("symcomm.types")  # loaded, if there is an operation of ours
             if types is None or not isinstance(op, types.ReduceOp):
                 raise
             from symcomm.torch_backend.reduce_ops import redop_for_torch

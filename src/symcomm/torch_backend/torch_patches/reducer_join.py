@@ -1,5 +1,5 @@
 """What: torch's Reducer keeps the work that it is given in ``_set_forward_pass_work_handle``.
-Why: that work counts the ranks of a joining model. C++ keeps only its own half alive, and its wait needs the Python
+Why: that work counts the ranks that still take part. C++ keeps only its own half alive, but its wait needs the Python
 half.
 Versions: all.
 Undo: the method is C++'s again.

@@ -1,6 +1,6 @@
-"""What: when torch would make a group named "gloo", it makes one of ours. The name stays: a group or device that is
-asked for its backend answers "gloo". Two modules of torch treat that name worse, because of what Gloo cannot do; they
-see our own name.
+"""What: when torch would make a group named "gloo", it makes one of ours. The name stays: asked for its backend, a
+group or device answers "gloo". Two modules of torch allow less under that name, because Gloo can do less; they see our
+own name.
 Why: for scripts that name Gloo, compare names, and cannot be changed.
 Versions: all. Applied only where SYMCOMM_REPLACE=gloo is set.
 Undo: torch makes groups of Gloo's again.
@@ -21,7 +21,7 @@ from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches.patch import our_group
 from symcomm.undo import Undo, all_of, replace
 
-# For "gloo", all_to_all with gradients becomes a scatter from every rank, and hooks that overlap DDP with ZeRO raise.
+# Under "gloo", all_to_all with gradients becomes a scatter from each rank, and hooks that overlap DDP with ZeRO raise.
 TREAT_GLOO_APART = ("torch.distributed.nn.functional", "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook")
 
 
@@ -78,7 +78,7 @@ def tell_own_name(module: Any) -> Undo:
     return replace(module, "dist", _OwnName("torch.distributed"))
 
 
-@functools.cache  # once a process
+@functools.cache  # once in a process
 def say_replaced() -> None:
     print(
         "symcomm: SYMCOMM_REPLACE=gloo is set: groups asked of gloo are made by symcomm.", file=sys.stderr, flush=True

@@ -31,7 +31,7 @@ def _shrink_group(ranks_to_exclude: Any, group: Any = None, shrink_flags: int = 
     smaller._set_group_name(f"{target.group_name}-{len(stay)}")
     backend, store = c10d._world.pg_map[target]
     if is_default:
-        # Ranks get new numbers, and groups made with the old ones do not know them.
+        # Ranks get new numbers, which groups made with the old ones do not know.
         for other in [g for g in c10d._world.pg_map if g is not target]:
             other.abort()
         dist.destroy_process_group()

@@ -1,5 +1,5 @@
 """What: ``split_group`` asks groups of ours.
-Why: torch refuses it to backends that it does not know to split.
+Why: torch refuses it to backends that it does not know how to split.
 Versions: all that have it; since 2.15 ranks keep the order in which they are named.
 Undo: the function is torch's again.
 """
@@ -51,7 +51,7 @@ def _split_group(
 
 
 def _check_part_of(wanted: str, has: str) -> None:
-    """A child group may have fewer devices than its parent, each with the same backend."""
+    """A child group may serve fewer kinds of devices than its parent, each with the same backend."""
     theirs = str(c10d.BackendConfig(c10d.Backend(wanted))).split(",")
     if not set(theirs) <= set(has.split(",")):
         raise errors.bad_argument("split_group", "backend", wanted, f"a part of the parent group's ({has})")

@@ -1,7 +1,7 @@
 """What: the exceptions of our stores get torch's exceptions as further base classes.
 Why: scripts catch a store's exceptions by torch's names (DistStoreError, DistNetworkError, QueueEmptyError).
 Versions: all.
-Undo: they have their own base classes again.
+Undo: the exceptions have only their own base classes again.
 """
 
 from __future__ import annotations

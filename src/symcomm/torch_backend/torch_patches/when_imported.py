@@ -1,14 +1,14 @@
-"""What: a finder at the front of ``sys.meta_path`` waits for some of torch's modules. It asks the other finders for
-them, and applies further patches after a module's own code has run:
+"""What: a finder at the front of ``sys.meta_path`` waits until some of torch's modules are imported. It has the other
+finders load them, and applies more patches after a module's own code has run:
 
 * make_fx.py: calls of our groups become nodes of graphs. comm_debug_mode.py: CommDebugMode counts them.
 * dynamo_rules.py: Dynamo leaves our own code alone.
 * Inductor gets our lowerings, from ``symcomm.compile``.
 * fsdp_buffers.py: FSDP2's buffers are symmetric.
-* Where Gloo is replaced, two modules that treat its name apart see ours.
+* If Gloo is replaced, two modules that treat its name specially see ours.
 * Inductor can allocate comm buffers on the CPU, while ``torch.ops.symm_mem`` takes CPU tensors.
 
-Why: torch's compiler must know of us once something is compiled; until then it is not even loaded. So with FSDP2.
+Why: torch's compiler must know of us once something is compiled, but is not loaded before. FSDP2 likewise.
 Versions: all.
 Undo: the finder is gone, and so are those patches.
 """
@@ -27,7 +27,7 @@ from typing import Any
 from symcomm.torch_backend.torch_patches import dynamo_rules, fsdp_buffers
 from symcomm.undo import Undo
 
-_installer = "symcomm.compile.install"  # above this layer, so they are loaded by name
+_installer = "symcomm.compile.install"  # above this layer, so it is loaded by name
 _codegen = "symcomm.compile.codegen"
 
 
@@ -82,7 +82,7 @@ _done: dict[str, Undo] = {}
 
 
 def apply() -> Undo:
-    """Patch what works with groups now if it is loaded, else when it will be."""
+    """Patch the modules that work with groups: now if they are loaded, otherwise once they are."""
     return watch(_WITH_GROUPS)
 
 
