@@ -2,7 +2,7 @@
 
 What the core does when an operation fails (`_core/sync/fail.c`, `_core/exec/exec.c`), step by step, in any schedule
     telling    the rank that fails tells one rank after the other: stop, and this operation is void. Then its caller
-               gets the tensors back and scribbles over them at once. It may be killed before it has told everybody
+               gets the tensors back and scribbles over them at once. It may be killed before it has told all
     learning   a rank whose wait does not hold stops when it was told, or when it waits for a dead one; it then tells
                all others before it returns, as the first one did
     finishing  a rank that has done its last step checks whether the operation is void, and succeeds only if it is not

@@ -36,18 +36,18 @@ class Limits:
     attach_gather_bytes: int = 128 << 10 if X86 else NO_BYTES
     attach_scatter_bytes: int = 128 << 10
     attach_ranks: int = 2 if X86 else 4
-    # Up to so many ranks an all_to_all attaches for tensors beyond the cache, too, where copies use non-temporal
-    # stores and the kernel does not. Measured on 16 x86-64 cores, 64 MiB: 4 ranks as fast either way, 8 lose 22 %.
+    # With at most so many ranks, an all_to_all attaches even for tensors beyond the cache, although copies would use
+    # non-temporal stores, and the kernel does not. On 16 x86-64 cores, 64 MiB: 4 ranks as fast either way, 8 lose 22 %.
     attach_large_ranks: int = 4
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 if it is not bound to one; () if all are on one
-    # By node, where each has so many ranks, go all_reduce, all_gather and broadcast, and reduce_scatter, from so many
-    # bytes on. All three are simulated (docs/how-to/simulate.md), not yet measured.
+    # With at least so many ranks on each node, collectives go by node, from so many bytes on: all_reduce, all_gather
+    # and broadcast; and reduce_scatter. All three are simulated (docs/how-to/simulate.md), not yet measured.
     node_ranks: int = 4
     node_bytes: int = 256 << 10
     node_scatter_bytes: int = 8 << 20
 
     def on_nodes(self, nodes: Sequence[int]) -> Limits:
-        """For ranks on these nodes. If all are on one node, nodes do not matter."""
+        """Limits for ranks on these nodes. If all are on one node, nodes do not matter."""
         return replace(self, nodes=tuple(nodes) if len(set(nodes)) > 1 else ())
 
     def crowded(self) -> Limits:

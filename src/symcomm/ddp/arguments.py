@@ -59,13 +59,13 @@ def buckets_of(bucket_indices: Any, params: list[Any], sparse: list[bool]) -> li
             "Reducer", "params", params, "at least one parameter", "Expected at least one parameter"
         )
     if len(sparse) != len(params):
-        raise errors.bad_argument("Reducer", "expect_sparse_gradients", sparse, f"{len(params)} bools, one a parameter")
+        allowed = f"{len(params)} bools, one for each parameter"
+        raise errors.bad_argument("Reducer", "expect_sparse_gradients", sparse, allowed)
     for indices in buckets:
         bad = [index for index in indices if index >= len(params)]
         if bad or not indices:
-            raise errors.bad_argument(
-                "Reducer", "bucket_indices", indices, f"indices of 0 to {len(params) - 1}, at least one a bucket"
-            )
+            allowed = f"indices from 0 to {len(params) - 1}, at least one in each bucket"
+            raise errors.bad_argument("Reducer", "bucket_indices", indices, allowed)
         if len(indices) > 1:
             _check_shared(indices, params, sparse)
     return buckets

@@ -29,7 +29,7 @@ def all_reduce_sparse(core: Any, tensor: Any, op: Any, timeout: float | None) ->
         shape = f"shape {list(mine.shape)}"
         raise errors.bad_argument("all_reduce", "tensor", shape, "of the same shape on all ranks")
     counts = [int(e[0]) for e in everyone]
-    with Refusals(core):  # there may be no memory for everybody's entries
+    with Refusals(core):  # there may be no memory for all ranks' entries
         indices = [torch.empty((mine.sparse_dim(), n), dtype=torch.int64) for n in counts]
         values = [torch.empty((n, *mine.values().shape[1:]), dtype=mine.dtype) for n in counts]
     core.all_gather(indices, mine.indices().contiguous(), timeout=timeout)

@@ -45,7 +45,7 @@ def register(known: set[str]) -> Callable[[], None]:
         operator = getattr(torch.ops.symm_mem, name).default
         tables = (operator.python_key_table, operator.py_kernels, operator.functorch_table)
         if any(tables):
-            continue  # this torch, or somebody else, has a rule already
+            continue  # torch, or another library, has a rule already
         changed += [(table, dict(table)) for table in (*tables, operator._dispatch_cache)]
         operator.py_functionalize_impl(_rule(name))
 

@@ -41,7 +41,7 @@ def nvshmem_broadcast(input: Tensor, root: int, group_name: str) -> Tensor:
     return input
 
 
-def _everybodys_splits(call: str, group: ProcessGroup, splits: Tensor) -> list[list[int]]:
+def _all_splits(call: str, group: ProcessGroup, splits: Tensor) -> list[list[int]]:
     """Row r: how rank r splits its input. All ranks see if any row is wrong; rows must be equally long."""
     check_divisible(call, "the number of splits", splits.numel(), group.size)
     matrix = gathered(group, splits.reshape(1, -1).to(torch.int64)).tolist()
@@ -67,7 +67,7 @@ def all_to_all_vdev(input: Tensor, out: Tensor, in_splits: Tensor, out_splits_of
     begin."""
     call = "all_to_all_vdev"
     group = find_group(call, group_name)
-    matrix = _everybodys_splits(call, group, in_splits)
+    matrix = _all_splits(call, group, in_splits)
     sent, got = matrix[group.rank], [row[group.rank] for row in matrix]
     _check_room(call, "input", [sum(row) for row in matrix], input)
     _check_room(call, "out", [sum(row[r] for row in matrix) for r in range(group.size)], out)
@@ -92,7 +92,7 @@ def all_to_all_vdev_2d(
     align = 1 if major_align is None else major_align
     if align < 1:
         raise errors.bad_argument(call, "major_align", major_align, "1 or more")
-    matrix = _everybodys_splits(call, group, in_splits)
+    matrix = _all_splits(call, group, in_splits)
     experts = len(matrix[0]) // group.size
     plans = [_by_expert(matrix, rank, experts, align) for rank in range(group.size)]
     _check_room(call, "input", [sum(row) for row in matrix], input)
@@ -133,7 +133,7 @@ def all_to_all_vdev_2d_offset(
     expert)."""
     call = "all_to_all_vdev_2d_offset"
     group = find_group(call, group_name)
-    matrix = _everybodys_splits(call, group, in_splits_offsets[0])
+    matrix = _all_splits(call, group, in_splits_offsets[0])
     experts = len(matrix[0]) // group.size
 
     def from_rank(rank: int, to: int) -> list[int]:

@@ -28,7 +28,7 @@ bool cma_get(struct group *g, int rank, char *dst, uint64_t address, uint64_t nb
  * begins with a guard word of the rank's, at an address that no other process has, not even a forked one: if the rank
  * is dead and its pid reused, the write fails there and has changed nothing. */
 struct cma_grant {
-    _Atomic uint64_t address; /* of the guard word; revoked: one that nobody can write to. Only the rank sets it */
+    _Atomic uint64_t address; /* of the guard word; one that cannot be written to revokes it. Only the rank sets it */
     uint64_t word_bytes;
     struct iovec target; /* only the writer writes it */
 };

@@ -176,7 +176,7 @@ PyMethodDef group_exec_methods[] = {
 static PyMethodDef methods[] = {
     METHOD(make_plan, METH_O, "(encoded) -> plan"),
     METHOD(plan_stage_bytes, METH_O, "(plan) -> how many bytes of a staging half it uses"),
-    METHOD(make_batch, METH_NOARGS, "() -> what requests of one call have in common"),
+    METHOD(make_batch, METH_NOARGS, "() -> a batch: what the requests of one call share"),
     {NULL, NULL, 0, NULL},
 };
 

@@ -23,7 +23,7 @@ struct arrival { /* one cache line: the flag and all that others must know */
      * stand where a rank that lends ordinary tensors writes their addresses. */
     _Atomic int64_t in_offset;
     _Atomic int64_t out_offset;
-    _Atomic uint64_t left; /* seq, once the owner writes no more into peers' tensors; kept where plans do that */
+    _Atomic uint64_t left; /* seq, once the owner no longer writes into peers' tensors; only set by plans that do */
     /* 1: peers can read those of my tensors that the plan needs, and I can read theirs. */
     _Atomic uint64_t attached;
     uint64_t pad;

@@ -91,7 +91,7 @@ static inline int spins_now(const struct group *g) { return atomic_load_explicit
 /* Whether an operation that has not ended was given up: it and all before it have no more time. */
 static inline bool has_given_up(const struct group *g) { return atomic_load(&g->given_up) > atomic_load(&g->ended); }
 
-/* No read-modify-write: nobody else counts while the caller has the interpreter lock. */
+/* No read-modify-write: only the thread with the interpreter lock counts. */
 static inline void count_call(struct ways *w, bool slow_path, bool is_queued) {
     _Atomic uint64_t *n = &w->taken[slow_path][is_queued];
     atomic_store_explicit(n, atomic_load_explicit(n, memory_order_relaxed) + 1, memory_order_relaxed);

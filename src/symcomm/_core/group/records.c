@@ -83,7 +83,7 @@ PyMethodDef group_records_methods[] = {
     METHOD(publish, METH_VARARGS, "(kind, text): show the others a record of this rank."),
     METHOD(records, METH_VARARGS, "(kind) -> what each rank has published, or None"),
     METHOD(agree, METH_VARARGS,
-           "(before, after) -> what the word of all ranks was; it becomes `after` if that is `before`"),
+           "(before, after) -> the word that all ranks share, as it was; it becomes `after` if it was `before`"),
     {NULL, NULL, 0, NULL},
 };
 

@@ -2,8 +2,8 @@
  *
  * It hands out whole pages of one range of the arena. Beyond what malloc guarantees:
  *   - A range whose pages isolate() replaced is never handed out again.
- * - It holds no more memory than the program held in the last second or two. It keeps freed pages that long, to spare
- * the next tensor page faults, and then gives them back to the kernel.
+ *   - It holds no more memory than the program held in the last second or two. It keeps freed pages that long, to
+ *     spare the next tensor page faults, and then gives them back to the kernel.
  *   - A forked child keeps what it was forked with: its own writes are its own, and what the parent frees is not reused
  *     while the child lives. The child's new tensors are ordinary ones, until it opens a heap in an arena of its own.
  *
@@ -19,7 +19,7 @@ struct heap_stats {
     int64_t served, full;           /* allocations made here, and those for which there was no room */
 };
 
-/* Opens the heap over a range of a shared mapping of `fd`, which must stay mapped for ever. Returns 0, or an errno. */
+/* Opens the heap over a range of a shared mapping of `fd`, which must stay mapped forever. Returns 0, or an errno. */
 int heap_open(char *base, int64_t bytes, int fd, int64_t offset);
 /* NULL: the heap is not open here, or has no such free range. */
 void *heap_allocate(size_t bytes);

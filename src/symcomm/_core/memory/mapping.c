@@ -40,7 +40,7 @@ static PyObject *advise_huge(PyObject *Py_UNUSED(self), PyObject *args) {
 #define NODES 1024
 #define MPOL_PREFERRED 1 /* linux/mempolicy.h */
 
-/* New pages of a shared mapping come from one NUMA node while that has some, whoever touches them first. */
+/* New pages of a shared mapping come from one NUMA node while it has some, whichever core touches them first. */
 static PyObject *prefer_node(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     long long bytes;
@@ -100,7 +100,7 @@ static PyMethodDef methods[] = {
     METHOD(prefer_node, METH_VARARGS, "(address, bytes, node) -> whether new pages will come from there"),
     METHOD(set_pages, METH_VARARGS, "(fd, offset, bytes, create)"),
     METHOD_AS(is_isolated, py_is_isolated, METH_VARARGS,
-              "(address, bytes) -> whether a stopped peer's writes were shut out there"),
+              "(address, bytes) -> whether these bytes are now isolated from stopped peers"),
     METHOD(peek, METH_VARARGS, "(address, bytes) -> bytes"),
     METHOD(poke, METH_VARARGS, "(address, bytes)"),
     {NULL, NULL, 0, NULL},

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Whether non-temporal stores pay when all ranks together write so many bytes. */
+/* Whether non-temporal stores pay if all ranks together write nbytes. */
 bool nt_pays(uint64_t nbytes);
 
 /* memcpy(), with non-temporal stores if `nontemporal`; they are visible before any store that follows. */

@@ -116,7 +116,7 @@ static int clip(int length, size_t size) { return length < (int)size ? length : 
 static void report_stall(struct gil_watchdog *w, int64_t age) {
     char why[256], text[TEXT];
     reason(w, why, sizeof why);
-    int n = snprintf(text, sizeof text, "symcomm: %s: Python's interpreter lock was not to be had for %.1f s; %s.\n",
+    int n = snprintf(text, sizeof text, "symcomm: %s: no thread could get Python's interpreter lock for %.1f s; %s.\n",
                      w->label, (double)age / 1e9, why);
     n = clip(n, sizeof text);
     write_note(w->note, text, (size_t)n - 1);
@@ -214,8 +214,8 @@ static PyObject *gil_watchdog_read(PyObject *Py_UNUSED(self), PyObject *arg) {
 
 static PyMethodDef functions[] = {
     METHOD(gil_watchdog_start, METH_VARARGS,
-           "(limit_ns, fd, note, label) -> handle: report when gil_watchdog_beat() was not called for so long."),
-    METHOD(gil_watchdog_beat, METH_VARARGS, "(handle, threads): the lock is to be had."),
+           "(limit_ns, fd, note, label) -> handle: report when gil_watchdog_beat() was not called for that long."),
+    METHOD(gil_watchdog_beat, METH_VARARGS, "(handle, threads): a thread got the lock."),
     METHOD(gil_watchdog_stop, METH_O, "(handle)"),
     METHOD(gil_watchdog_read, METH_O, "(note) -> bytes: what is wrong, empty when nothing is."),
     {NULL, NULL, 0, NULL},

@@ -238,8 +238,8 @@ static PyMethodDef functions[] = {
         "dst and sources are addresses; dst may be one of the sources. Releases the interpreter lock."),
     METHOD_AS(
         time_reduce, py_time_reduce, METH_VARARGS,
-        "(dtype, op, dst, sources, count, repeats): the seconds that so many calls of reduce() take, one after\n"
-        "the other; or, where op is -1, so many copies of `count` bytes of the first source. Releases the interpreter lock."),
+        "(dtype, op, dst, sources, count, repeats): the seconds that `repeats` calls of reduce() take, one after\n"
+        "another; or, if op is -1, `repeats` copies of `count` bytes of the first source. Releases the interpreter lock."),
     METHOD_AS(reduce_defined, py_reduce_defined, METH_VARARGS,
               "(dtype, op): whether that pair of numbers is one that reduce() accepts."),
     {"reduce_tables", py_reduce_tables, METH_NOARGS,

@@ -330,7 +330,7 @@ static PyMethodDef methods[] = {
     METHOD(region_news, METH_O, "(address) -> what the readers' bell shows"),
     METHOD(region_await_room, METH_VARARGS, "(address, what the bell showed, timeout_ns) -> status"),
     METHOD(part_release, METH_VARARGS, "(address, part, reader)"),
-    METHOD(part_take_back, METH_VARARGS, "(address, part) -> whether nobody holds it"),
+    METHOD(part_take_back, METH_VARARGS, "(address, part) -> whether no reader holds it"),
     METHOD(copy_in, METH_VARARGS, "(to, from, bytes)"),
     METHOD(map_private, METH_VARARGS, "(fd, offset, bytes) -> address"),
     {NULL, NULL, 0, NULL},

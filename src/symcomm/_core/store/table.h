@@ -62,7 +62,7 @@ struct table {
     struct entry **buckets;
     size_t bucket_count; /* a power of two */
     size_t entries, present;
-    uint64_t seed[2]; /* random, so that nobody can choose keys that collide */
+    uint64_t seed[2]; /* random, so that no client can choose keys that collide */
     struct budget budget;
 };
 

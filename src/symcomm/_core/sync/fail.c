@@ -22,9 +22,8 @@ void sync_wake_own(const struct visit *v) { wake(block_of(v, v->group->rank)); }
  * reached the others yet. */
 static void abort_all(const struct visit *v, uint64_t cause, uint64_t mark) {
     struct group *g = v->group;
-    for (int i = 0; i < g->world; i++) {
-        struct control *peer =
-            block_of(v, (g->rank + i) % g->world); /* this rank first, which decides what it reports */
+    for (int i = 0; i < g->world; i++) { /* this rank first, which decides what it reports */
+        struct control *peer = block_of(v, (g->rank + i) % g->world);
         uint64_t none = 0, voided = atomic_load(&peer->voided);
         if (atomic_compare_exchange_strong(&peer->abort, &none, cause)) atomic_store(&peer->abort_seq, g->seq);
         else if (i == 0) cause = none; /* the reason that it had */

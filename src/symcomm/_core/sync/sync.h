@@ -23,6 +23,6 @@ struct deadline {
 /* Waits until c holds, the deadline passes, a missing rank dies, or a rank aborts. */
 int sync_wait(const struct visit *v, struct condition *c, struct deadline *deadline);
 
-/* Publishes my progress and wakes whoever slept for it. */
+/* Publishes my progress and wakes the ranks that slept for it. */
 void sync_signal(const struct visit *v, uint64_t progress);
 void sync_wake_peers(const struct visit *v);

@@ -10,9 +10,9 @@
 #include "sync/caller.h"
 #include "sync/fail.h"
 
-#define ASK_EVERY 16   /* slices: a signal may have come just before we slept */
-#define DOZES_AFTER 20 /* slices, after which they are so many times as long: */
-#define DOZING 5
+#define ASK_EVERY 16           /* slices: a signal may have come just before we slept */
+#define DOZES_AFTER 20         /* slices, after which a wait that dozes takes longer ones: */
+#define DOZING 5               /* times as long */
 #define WORTH_NOTING_NS 100000 /* of a wait, in the flight recorder */
 
 /* --- asking the caller -------------------------------------------------------------------------------------------- */

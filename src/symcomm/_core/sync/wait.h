@@ -40,8 +40,8 @@ struct wait_kind {
     int (*check)(struct wait *w);
     /* STATUS_OK, or how a rank that has not done its part is gone. NULL: no rank can be. */
     int (*find_gone)(struct wait *w, int *culprit);
-    /* The wait ends without being over. culprit: the rank to blame; -1: it is known, or nobody is. Returns the status
-     * that counts. */
+    /* Called when a wait ends without being over. culprit: the rank to blame; -1: it is known, or there is none.
+     * Returns the status that counts. */
     int (*give_up)(struct wait *w, int status, int culprit);
     enum wait_for_what what;
     /* Whether it waits in an operation: it also ends if its asynchronous call is given up, and the recorder notes how

@@ -1,7 +1,7 @@
 """Gradients travel as int8 or fp8, with a scale for each block.
 
 Each rank owns one share of a bucket. Quantised shares go to their owners (all-to-all), which add them up in float32, as
-a tree over ranks; the quantised means go to everybody (all-gather). Every rank, the owner too, uses what was gathered,
+a tree over ranks; the quantised means go to all ranks (all-gather). Every rank, the owner too, uses the gathered means,
 so all hold the same bits. A rank sends 2 (n - 1) / n times the quantised bytes, as in an all-reduce of them.
 """
 

@@ -4,7 +4,7 @@ Each hook trains the same model on the same data from the same seed; ranks are t
 what another one, with fixed random weights, makes of random inputs. The loss is taken at the end, on data that was not
 trained on.
 
-``--bucket 25`` measures the processor time of each hook for one bucket of so many megabytes (float32) instead.
+``--bucket 25`` measures the processor time of each hook for one bucket of that many megabytes (float32) instead.
 """
 
 import argparse

@@ -17,7 +17,7 @@ INDEX_BYTES = 4  # an int32: buckets are shorter than 2**31
 class TopKState(HookState):
     """State of :func:`topk_hook`. ``ratio``: the share of a bucket's values that each rank sends, above 0, at most 1.
 
-    Everybody gets everybody's values, so the bytes grow with the ranks: about ``ratio * ranks`` of plain ones. Buckets
+    All ranks get all ranks' values, so the bytes grow with the ranks: about ``ratio * ranks`` of plain ones. Buckets
     that would not gain go by plain all-reduce. Without ``error_feedback`` small gradients never arrive.
 
     Raises: BadArgumentError.

@@ -1,6 +1,6 @@
 """What: torch's own functions that dump its flight recorder show what our groups did.
 Why: C++ backends write torch's recorder, and since 2.14 a hook that slows every call down; ours records all calls
-anyway. So whoever reads torch's recorder from Python gets our entries as well, in torch's format.
+anyway. So a program that reads torch's recorder from Python gets our entries as well, in torch's format.
 Versions: torch since 2.15 has a recorder for each backend, and shows ours under ``backend="symcomm"``; older ones show
 our entries among the others, by time. If torch's hook is attached to a group of ours, torch's recorder has these calls
 itself, and we leave it alone.
