@@ -1,4 +1,8 @@
-/* How a rank learns that its group has failed, and why, and whether a peer is still there. */
+/* How a rank learns that its group has failed, and why, and whether a peer is still there.
+ *
+ * A rank that fails writes the cause into the abort word of every rank, its own first. The first cause in a word stays,
+ * and waits look at it. A failed operation is also marked void on every rank, before its caller gets the tensors back:
+ * a rank that has done its last step succeeds only if the operation is not void. */
 #pragma once
 
 #include <stdbool.h>
