@@ -99,7 +99,7 @@ def test_memory_of_another_node_is_far(symmetric):
     """All that takes time is reading across: of a flat all_reduce eight times as much as of one by node."""
     free = dataclasses.replace(PLAIN, cached=1e30, memory=1e30)
     divided = dataclasses.replace(free, nodes=2, between=1e9)
-    nbytes, nodes = 64 << 20, [0] * 8 + [1] * 8
+    nbytes, nodes = 64 << 20, (0,) * 8 + (1,) * 8
     assert host_seconds("all_reduce", nbytes, 16, free, symmetric) < 1e-6
     flat = plans_seconds(plans_for("all_reduce", nbytes, 16), nbytes, divided, symmetric)
     assert flat == pytest.approx(8 * nbytes * 1e-9, rel=0.02)  # each way, between the nodes at 1 GB/s

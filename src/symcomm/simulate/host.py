@@ -31,11 +31,12 @@ def host_seconds(collective: str, nbytes: int, ranks: int, machine: Machine, sym
     """
     if ranks == 1:
         return 0.0  # in place, there is nothing to do
-    nodes = [machine.node(rank, ranks) for rank in range(ranks)]
+    nodes = tuple(machine.node(rank, ranks) for rank in range(ranks))
     return machine.call + plans_seconds(plans_for(collective, nbytes, ranks, nodes), nbytes, machine, symmetric)
 
 
-def plans_for(collective: str, nbytes: int, ranks: int, nodes: Sequence[int] = ()) -> list[Plan]:
+@functools.lru_cache(maxsize=64)  # calibration plays the same plans 50 times; making them takes half as long as playing
+def plans_for(collective: str, nbytes: int, ranks: int, nodes: tuple[int, ...] = ()) -> list[Plan]:
     """Every rank's plan for float32, as a call of that size gets it. ``nodes``: the NUMA node of each rank."""
     item, limits = ELEMENT.itemsize, Limits().on_nodes(nodes)
     whole, piece = max(1, nbytes // item), (max(1, nbytes // item // ranks),) * ranks
