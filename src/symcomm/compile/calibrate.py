@@ -1,4 +1,4 @@
-"""Where the numbers in cost.py come from: ``python -m symcomm.compile.calibrate`` measures them on this machine.
+"""``python -m symcomm.compile.calibrate`` measures the numbers in cost.py on this machine.
 
 Two ranks, one thread each, make the calls that compiled graphs make. Each figure is the fastest of many, so a busy
 machine makes this slower rather than wrong. Variants that are compared (with and without buckets, waits, pieces) take

@@ -1,4 +1,4 @@
-"""What compiled graphs call.
+"""The functions that compiled graphs call.
 
 A graph's generated code allocates comm buffers here, and runs the collectives beside which nothing can run. Both happen
 in every iteration, so both are fast.

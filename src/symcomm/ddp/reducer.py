@@ -86,7 +86,7 @@ class Reducer:
 
         self._start_counting()
         self.has_rebuilt = False
-        self._arrived: list[int] = []  # in the order to rebuild buckets in
+        self._arrived: list[int] = []  # parameters, in the order in which buckets will be rebuilt
         self._restart_state()
         self.buckets: list[Bucket] = []
         self._build_buckets(buckets, limits)

@@ -99,7 +99,7 @@ class StepBuffers:
     def __init__(self, ddp: Any):
         self._ddp: Any = weakref.ref(ddp)
         self._before: list[Any] = []
-        self._left: list[Any] = []  # by shard 0
+        self._left: list[Any] = []  # shard 0's, at its end
         self.restart()
 
     def restart(self) -> None:
@@ -149,7 +149,7 @@ class ShardedReducer(Reducer):
         self.step_buffers: StepBuffers | None = None
         self._partials: dict[int, PairwiseReduction] = {}  # by the bucket's position
         self._totals: dict[int, Any] = {}  # what is reduced over ranks instead of a bucket of a smaller type
-        self._gradients: list[Any] = []  # as the step began
+        self._gradients: list[Any] = []  # the parameters' gradients when the step began
         super().__init__(*args)
         if any(self._sparse):
             raise self._faults.fault(refuse(CALL, "a parameter has sparse gradients"))

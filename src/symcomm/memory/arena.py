@@ -46,7 +46,7 @@ from symcomm.memory.limits import ENLARGE, check_room, format_bytes, physical_by
 from symcomm.memory.numa import UNBOUND, current_node
 from symcomm.memory.shared_heap import open_heap, room, say_ordinary
 
-MAGIC = 0x53594D434F4D4D32  # of this layout
+MAGIC = 0x53594D434F4D4D32  # names this layout
 LIFE = 64
 MAX_ADDRESSES = 1 << 46  # for all arenas that a process maps, of the 47 bits that it has
 RANKS_PLANNED_FOR = 64
@@ -194,7 +194,7 @@ class Arena:
         self.peer = add_peer(Peer(self.nonce, os.getpid(), base, self.nbytes))
         self.base = base
         self.flight = Flight(base + PAGE, CAPACITY)
-        self.thread = threading.get_ident()  # of the rank, as far as we know
+        self.thread = threading.get_ident()  # the rank's, as far as we know
         _own[base + _WHEREABOUTS] = self
         self._heap = Heap(_HEAP, own_bytes)
         if heap_bytes:
@@ -394,7 +394,7 @@ class Arena:
 
 _WHEREABOUTS = PAGE + flight_bytes(CAPACITY)
 _HEAP = _WHEREABOUTS + native.WHEREABOUTS_BYTES
-_own: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()  # of this process, by their places
+_own: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()  # this process's, by where they are asked
 
 
 def own_arena_at(whereabouts: int) -> Arena | None:

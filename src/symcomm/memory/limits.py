@@ -47,7 +47,7 @@ def _numbers(path: Path) -> dict[str, int]:
 class _Hierarchy:
     """A version of control groups, and its file names."""
 
-    kind: str  # of file system
+    kind: str  # the kind of file system
     limit: str
     used: str
     cache: str  # prefix of the counters in memory.stat that include the groups below

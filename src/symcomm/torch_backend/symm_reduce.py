@@ -244,7 +244,7 @@ def fused_all_gather_scaled_matmul(
     full = _gathered_first(group, A, dim)
     scale = _scale_of_whole(call, group, A, A_scale, dim)
     rows, leading = full.flatten(0, -2), full.shape[:-1]
-    dtypes = _maybe_convert_scalar_types_to_dtypes(list(out_dtypes))  # in lists, torch hands over their numbers
+    dtypes = _maybe_convert_scalar_types_to_dtypes(list(out_dtypes))  # in lists, torch passes dtypes as numbers
     products = []
     for B, b_scale, bias, result_scale, dtype, fast in zip(
         Bs, B_scales, biases, result_scales, dtypes, use_fast_accum, strict=True

@@ -52,7 +52,7 @@ SYMCOMM_INLINE ints pick_ints(ints mask, ints yes, ints no) {
 #endif
 }
 
-/* Of two values the smaller or larger; of equal ones (0.0 and -0.0) `a`; NaN if either is one. */
+/* The smaller or larger of two values; `a` if they are equal (0.0 and -0.0); NaN if either is one. */
 #if defined(__aarch64__) /* its own minimum is right except for zeros */
 #define ORDER_VECTORS(V, SUFFIX)                                                  \
     SYMCOMM_INLINE V lesser_##V(V a, V b) {                                       \
