@@ -223,7 +223,7 @@ class TorchGroup(PythonGroup):
             self.core.add_ephemeral_timeout(timeout)
 
     def get_error(self) -> Any:
-        """What ended the group, if something has."""
+        """The kind of error that ended the group, as torch names it; SUCCESS if none has."""
         kinds: Any = vars(torch_c10d)["ErrorType"]
         failure = self.core.failure
         if failure is None:
