@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 C_SRC  := $(wildcard src/symcomm/_core/*/*.c src/symcomm/_core/*/*.h)
+C_TESTS := $(wildcard tests/*/*.c)
 # There are wheels of it for x86-64 and arm64.
 CLANG_FORMAT = $(wildcard $(BIN)/clang-format)
 STAMP  := $(VENV)/.installed
@@ -70,13 +71,13 @@ check: $(BUILT) lint ## lint, types and the tests that matter most for what chan
 lint: $(BUILT) ## ruff (lint and format), clang-format and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) --dry-run -Werror $(C_SRC) tests/core/litmus.c tests/memory/heap_stress.c)
+	@$(if $(CLANG_FORMAT),echo "$(CLANG_FORMAT) --dry-run -Werror <the C sources>"; $(CLANG_FORMAT) --dry-run -Werror $(C_SRC) $(C_TESTS))
 	$(BIN)/mypy
 
 format: $(BUILT) ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) -i $(C_SRC) tests/core/litmus.c tests/memory/heap_stress.c)
+	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) -i $(C_SRC) $(C_TESTS))
 
 test-gpu: $(BUILT) ## what needs a CUDA GPU (skipped by `make test` where there is none)
 	$(BIN)/python -m pytest -q tests/cuda
