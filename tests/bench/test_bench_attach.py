@@ -50,6 +50,7 @@ def test_from_where_on_it_gains(gains: dict[int, float], least: int):
     assert attach.thresholds(found) == (least, NO_BYTES, 16 * KIB)
 
 
+@pytest.mark.timeout(300)  # many starts of ranks, which busy neighbours make slow
 def test_it_measures_and_groups_use_the_answer(own_cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attach, "SIZES", (16 * KIB, 32 * KIB))
     file = own_cache / "found.json"

@@ -165,7 +165,8 @@ def judge(told: list[Any]) -> None:
             own = rank == victim
             if WORDS not in words or seconds > SOON or (not own and f"rank {victim}" not in words):
                 wrong.append(where)
-        if descriptors[-1] > descriptors[0] + 2:
+        # Now and then a connection of the last group is still being closed, so one count may be too high.
+        if min(descriptors[-len(descriptors) // 3 :]) > min(descriptors) + 2:
             wrong.append(f"rank {rank} has more and more descriptors: {descriptors}")
     assert not wrong, "\n".join(wrong)
     assert leftovers() == []

@@ -13,7 +13,8 @@ from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import run_group
 from tests.support.ranks import returned
 
-CALLS, TRIALS = 200, 20
+CALLS = 200
+PATIENCE = 40.0  # seconds: a group that stays asleep does so for ever, but neighbours may be busy for a while
 FEW = CALLS // 10  # sleeps of a rank: a neighbour may take its core now and then
 
 
@@ -35,13 +36,16 @@ def sleeps(g: ProcessGroup, call: str) -> list[int]:
     t, run, found = torch.ones(4), globals()[call], []
     if g.rank == 0:
         time.sleep(0.02)  # so all others sleep
-    while len(found) < TRIALS and min(found, default=CALLS) > FEW:
+    going, end = torch.ones(1), time.monotonic() + PATIENCE
+    while min(found, default=CALLS) > FEW and going.item():
         before = g.wait_stats()["slept"]
         for _ in range(CALLS):
             run(g, t)
         slept = torch.tensor([g.wait_stats()["slept"] - before])
         g.all_reduce(slept, op=ReduceOp.MAX)
         found.append(int(slept))
+        going.fill_(time.monotonic() < end)
+        g.broadcast(going, 0)
     assert t.tolist() == [1.0] * 4
     return found
 
