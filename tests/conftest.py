@@ -10,6 +10,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,8 +127,28 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             sys.modules["torch"].set_num_threads(1)
         rank_main(*args)
 
-    monkeypatch.setattr(module, "_pack", lambda fn, args: (b"", "fork"))
+    def pack(fn: Any, args: Any) -> tuple[bytes, str]:
+        _await_ending_threads()
+        return b"", "fork"
+
+    monkeypatch.setattr(module, "_pack", pack)
     monkeypatch.setattr(module, "_rank_main", forked)
+
+
+def _await_ending_threads() -> None:
+    """A thread that Python has joined may still be running the destructors of libraries. MKL's hold a lock that a
+    child, if it is forked at that moment, would wait for without end."""
+    ours, end = {thread.native_id for thread in threading.enumerate()}, time.monotonic() + 5
+    others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) not in ours]
+    while any(_is_running(task) for task in others) and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _is_running(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:
+        return False  # it has ended
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -229,6 +229,18 @@ def recv_object_list(rank: int) -> Any:
     return dist.send_object_list(o, 1) if rank == 0 else (dist.recv_object_list(o, 0), o)
 
 
+@call
+def gather_single(rank: int) -> Any:
+    got = torch.zeros(2 * WORLD) if rank == 1 else None
+    return dist.gather_single(mine(rank, 2), got, 1), got
+
+
+@call
+def gather_into_tensor(rank: int) -> Any:
+    got = torch.zeros(WORLD, 2) if rank == 0 else None
+    return dist.gather_into_tensor(mine(rank, 2), got, 0), got
+
+
 # --- groups -------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +262,18 @@ def new_subgroups(rank: int) -> Any:
 def new_subgroups_by_enumeration(rank: int) -> Any:
     current, groups = dist.new_subgroups_by_enumeration([[1], [0]])
     return dist.get_process_group_ranks(current), len(groups)
+
+
+@call
+def get_backend_impl(rank: int) -> Any:
+    impl = dist.get_backend_impl()
+    return impl.rank(), impl.size(), dist.get_backend_impl(device=torch.device("cpu")) is impl
+
+
+@call
+def set_timeout(rank: int) -> Any:
+    x = mine(rank)
+    return dist.set_timeout(datetime.timedelta(seconds=30)), dist.all_reduce(x), x
 
 
 @call
@@ -429,9 +453,11 @@ for _name in ("is_available", "is_gloo_available", "is_initialized", "is_mpi_ava
               "is_torchelastic_launched", "is_ucc_available", "is_xccl_available"):  # fmt: skip
     CALLS[_name] = lambda rank, name=_name: getattr(dist, name)()
 
-# Gloo refuses to split and to shrink, and a process that calls its group's own split_group dies. What was destroyed
-# still works there.
+# Gloo refuses to split, to shrink and to gather into one tensor, and a process that calls its group's own split_group
+# dies. What was destroyed still works there.
 BETTER: dict[str, Any] = {
+    "gather_single": [[None, None], [None, ["torch.float32", [0.0, 1.0, 0.0, 2.0]]]],
+    "gather_into_tensor": [[None, ["torch.float32", [[0.0, 1.0], [0.0, 2.0]]]], [None, None]],
     "destroy_process_group": [[None, "raised"]] * 2,
     "split_group": [[0], [1]],
     "shrink_group": [

@@ -318,7 +318,7 @@ class TorchGroup(PythonGroup):
 
     # --- facts ------------------------------------------------------------------------------------------------
 
-    supports_coalescing = True
+    supports_coalescing = False  # as Gloo: batch_isend_irecv returns a work for each message
 
     def known_as(self) -> str:
         """The name by which torch made this group; "gloo" where we replace Gloo."""
