@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from symcomm._core import native
 from symcomm.types import DType, RedOpType
+from tests.support.plan_cases import tree
 from tests.support.reductions import (
     BITWISE,
     COMPLEX,
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.long
 
 UNDEFINED = [pair for pair in itertools.product(DType, RedOpType) if pair not in DEFINED]
 COUNTS = (0, 1, 3, 7, 31, 64, 1000, 4097)
-N_SOURCES = (1, 2, 3, 5, 6, 7, 8, 11, 13, 16)
+N_SOURCES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 33)
 
 
 def label(value: object) -> str:
@@ -136,7 +138,7 @@ def test_matches_torch(dtype, op, make):
 
 @pytest.mark.parametrize(("dtype", "op"), DEFINED, ids=label)
 def test_in_place_on_each_source(dtype, op):
-    for n, count in itertools.product((1, 2, 3, 5), (7, 5000)):
+    for n, count in itertools.product((1, 2, 3, 5, 13), (7, 5000)):
         sources = [moderate(dtype, count, seed=s) for s in range(n)]
         want = reduce(dtype, op, sources, 3.0)
         for s in range(n):
@@ -284,7 +286,7 @@ def test_every_length_at_every_place(kernels, dtype, op):
     """Each element is on its own: a shorter reduction is the beginning of a longer one, and writes no more."""
     factor, size = (3.0 if dtype in INTEGERS else 0.37) if op == RedOpType.PREMUL_SUM else 1.0, dtype.itemsize
     make = moderate if dtype in COMPLEX and op == RedOpType.PRODUCT else random_bits
-    for n, shift in ((1, 0), (2, 1), (2, 16), (3, 7), (4, 3), (5, 0)):
+    for n, shift in ((1, 0), (2, 1), (2, 16), (3, 7), (4, 3), (5, 0), (8, 5)):
         sources = [make(dtype, MOST, seed=31 * n + s) for s in range(n)]
         want = expected(dtype, op, sources, factor)
         placed = [misplaced(source, shift * (s + 1) % 33) for s, source in enumerate(sources)]
@@ -299,10 +301,34 @@ def test_every_length_at_every_place(kernels, dtype, op):
         assert (out == 0xA5).all(), "nothing else was written"
 
 
+@pytest.mark.parametrize("dtype", COMPLEX, ids=label)
+@pytest.mark.parametrize("n", [2, 4, 5, 8, 13])
+def test_products_of_complex_numbers_are_not_fused(kernels, dtype, n):
+    """Each multiplication and addition is rounded, as NumPy's of real numbers are."""
+    real = {DType.COMPLEX64: np.float32, DType.COMPLEX128: np.float64}[dtype]
+    sources = [moderate(dtype, MOST, seed=s) for s in range(n)]
+
+    def times(a: list[np.ndarray], b: list[np.ndarray]) -> list[np.ndarray]:
+        return [a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]]
+
+    parts = [[np.ascontiguousarray(part, real) for part in (s.numpy().real, s.numpy().imag)] for s in sources]
+    re, im = tree(times, parts)
+    got = reduce(dtype, RedOpType.PRODUCT, sources).numpy()
+    assert got.real.tobytes() == re.tobytes() and got.imag.tobytes() == im.tobytes()
+
+
+@pytest.mark.parametrize("n", [17, 64, 65, 100, 1000, 1023, 1024])
+def test_a_tree_of_many_sources(kernels, n):
+    """Of short lengths and long ones, which take other ways."""
+    for dtype, count in itertools.product((DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E5M2), (3, 333)):
+        sources = [moderate(dtype, count, seed=s) for s in range(n)]
+        assert_same_bits(reduce(dtype, RedOpType.SUM, sources), expected(dtype, RedOpType.SUM, sources))
+
+
 @pytest.mark.parametrize(("dtype", "op"), DEFINED, ids=label)
 def test_all_sets_give_the_same_bits(dtype, op):
     """Whatever cannot be compared with torch bit for bit, products of complex numbers and signs of zeros, included."""
-    for n, count in ((1, 333), (2, 5001), (3, 1025), (4, 2049), (9, 1300), (10, 4099)):
+    for n, count in ((1, 333), (2, 5001), (3, 1025), (4, 2049), (8, 3000), (9, 1300), (10, 4099)):
         sources = [random_bits(dtype, count, seed=13 * n + s) for s in range(n)]
         found = []
         for name in SETS:

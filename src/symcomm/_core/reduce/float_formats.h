@@ -165,16 +165,20 @@ SYMCOMM_INLINE void float16_store(char *to, float32_quad q) {
 }
 
 #else
-SYMCOMM_INLINE float32_quad float16_load(const char *from) {
+#define FLOAT16_STYLE SHORT
+SYMCOMM_CALLED float32_quad float16_load(const char *from) {
     words low = words_at(from, 0), high = words_at(from, 1);
     return (float32_quad){
         small_float_decode(low & 0xffff, FORMAT_float16), small_float_decode(low >> 16, FORMAT_float16),
         small_float_decode(high & 0xffff, FORMAT_float16), small_float_decode(high >> 16, FORMAT_float16)};
 }
-SYMCOMM_INLINE void float16_store(char *to, float32_quad q) {
+SYMCOMM_CALLED void float16_store(char *to, float32_quad q) {
     put_words(to, 0, small_float_encode(q.v0, FORMAT_float16) | small_float_encode(q.v1, FORMAT_float16) << 16);
     put_words(to, 1, small_float_encode(q.v2, FORMAT_float16) | small_float_encode(q.v3, FORMAT_float16) << 16);
 }
+#endif
+#if !defined(FLOAT16_STYLE)
+#define FLOAT16_STYLE PADDED
 #endif
 
 /* --- float8 -------------------------------------------------------------------------------------------------- */

@@ -6,39 +6,46 @@
 
 /* clang-format is off where it would take products of macro arguments for pointers, or spread tables out. */
 
-/* All operations on a type of floats. FORMAT rounds results, EXACT takes results that are elements of the sources;
- * k, of type K, is the number of sources to `avg`, its inverse to `mean` and the factor to `premul_sum`. */
+/* All operations on a type of floats. FORMAT rounds results, EXACT takes results that are elements of the sources; k,
+ * of type K, is the number of sources to `avg`, its inverse to `mean` and the factor to `premul_sum`. */
 /* clang-format off */
-#define FLOAT_KERNELS(T, FORMAT, EXACT, K, FEW)  \
-    ROUNDING_KERNELS(T, FORMAT, K, FEW)          \
-    ORDER_KERNELS(T, EXACT, FEW)
-#define ROUNDING_KERNELS(T, FORMAT, K, FEW)                            \
-    VECTOR_KERNEL(T##_sum, FORMAT, int, integer, FEW, x, a + b, a)     \
-    VECTOR_KERNEL(T##_mean, FORMAT, K, real, FEW, x, a + b, a * k)     \
-    VECTOR_KERNEL(T##_avg, FORMAT, K, real, FEW, x, a + b, a / k)      \
-    VECTOR_KERNEL(T##_product, FORMAT, int, integer, FEW, x, a * b, a) \
-    VECTOR_KERNEL(T##_premul_sum, FORMAT, K, real, FEW, x * k, a + b, a)
-#define ORDER_KERNELS(T, EXACT, FEW)                                                        \
-    VECTOR_KERNEL(T##_min, EXACT, int, integer, FEW, x, LESSER(a, b), a)  \
-    VECTOR_KERNEL(T##_max, EXACT, int, integer, FEW, x, GREATER(a, b), a)
+#define FLOAT_KERNELS(T, FORMAT, EXACT, K, STYLE)               \
+    ROUNDING_KERNELS(T, FORMAT, K, STYLE)                       \
+    ORDER_KERNELS(T, EXACT, K, STYLE)
+#define ROUNDING_KERNELS(T, FORMAT, K, STYLE)                   \
+    VECTOR_FOLD(T##_sum, FORMAT, K, x, a + b)                   \
+    STYLE##_FOLDS(T##_sum, FORMAT, K)                           \
+    STYLE##_KERNEL(T##_sum, T##_sum, FORMAT, K, a)              \
+    STYLE##_KERNEL(T##_mean, T##_sum, FORMAT, K, a * k)         \
+    STYLE##_KERNEL(T##_avg, T##_sum, FORMAT, K, a / k)          \
+    FOLD_AND_KERNEL(T##_product, FORMAT, K, STYLE, x, a * b)    \
+    FOLD_AND_KERNEL(T##_premul_sum, FORMAT, K, STYLE, x * k, a + b)
+#define ORDER_KERNELS(T, EXACT, K, STYLE)                       \
+    FOLD_AND_KERNEL(T##_min, EXACT, K, STYLE, x, LESSER(a, b))  \
+    FOLD_AND_KERNEL(T##_max, EXACT, K, STYLE, x, GREATER(a, b))
+#define FOLD_AND_KERNEL(NAME, T, K, STYLE, IN, FOLD)            \
+    VECTOR_FOLD(NAME, T, K, IN, FOLD)                           \
+    STYLE##_FOLDS(NAME, T, K)                                   \
+    STYLE##_KERNEL(NAME, NAME, T, K, a)
 
 #define FLOAT_OPS(T)                                                                             \
     {[RED_SUM] = {T##_sum, 1}, [RED_AVG] = {T##_avg, 1}, [RED_PRODUCT] = {T##_product, 1},       \
      [RED_MIN] = {T##_min, 1}, [RED_MAX] = {T##_max, 1}, [RED_PREMUL_SUM] = {T##_premul_sum, 1}, \
      [RED_MEAN] = {T##_mean, 1}}
 
-FLOAT_KERNELS(bfloat16, bfloat16, bfloat16_exact, float, FEW_PADDED)
-ROUNDING_KERNELS(float16, float16, float, FEW_PADDED)
+FLOAT_KERNELS(bfloat16, bfloat16, bfloat16_exact, float, PADDED)
 
 #define BFLOAT16_TYPE {"bfloat16", 2, 1, FLOAT_OPS(bfloat16)}
 /* clang-format on */
 
 #if !defined(SYMCOMM_SET_FP16)
-ORDER_KERNELS(float16, float16, FEW_PADDED)
+FLOAT_KERNELS(float16, float16, float16, float, FLOAT16_STYLE)
 #define FLOAT16_TYPE {"float16", 2, 1, FLOAT_OPS(float16)}
 #else
 
 /* --- arithmetic on float16 itself, where the CPU has it ------------------------------------------------------ */
+
+ROUNDING_KERNELS(float16, float16, float, PADDED)
 
 /* One operation on two float16 gives the same bits in float16 as in float32 rounded to float16: rounding twice gives
  * the same as rounding once if the first result has at least twice the bits and two more (24 = 2 * 11 + 2). Three
@@ -69,11 +76,11 @@ SYMCOMM_INLINE native_vector native_mean_of(native_vector a, native_vector b) {
 }
 
 /* clang-format off */
-VECTOR_KERNEL(native_sum, native, int, integer, FEW_PADDED, x, a + b, a)
-VECTOR_KERNEL(native_product, native, int, integer, FEW_PADDED, x, a * b, a)
-VECTOR_KERNEL(native_mean, native, int, integer, FEW_PADDED, x, native_mean_of(a, b), a)
-VECTOR_KERNEL(native_min, native, int, integer, FEW_PADDED, x, native_order(vcltq_f16(b, a), a, b), a)
-VECTOR_KERNEL(native_max, native, int, integer, FEW_PADDED, x, native_order(vcgtq_f16(b, a), a, b), a)
+FOLD_AND_KERNEL(native_sum, native, int, PADDED, x, a + b)
+FOLD_AND_KERNEL(native_product, native, int, PADDED, x, a * b)
+FOLD_AND_KERNEL(native_mean, native, int, PADDED, x, native_mean_of(a, b))
+FOLD_AND_KERNEL(native_min, native, int, PADDED, x, native_order(vcltq_f16(b, a), a, b))
+FOLD_AND_KERNEL(native_max, native, int, PADDED, x, native_order(vcgtq_f16(b, a), a, b))
 /* clang-format on */
 
 #define TWO_NATIVE(OP, SUITS)                                                                \

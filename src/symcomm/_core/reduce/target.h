@@ -6,7 +6,7 @@
  * more code and time to build, and gain nothing. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
-#pragma clang diagnostic ignored "-Wpass-failed" /* products of complex numbers stay scalar */
+#pragma clang diagnostic ignored "-Wpass-failed" /* a loop that stays scalar is no error */
 #else
 #pragma GCC optimize("O2", "tree-loop-vectorize", "vect-cost-model=dynamic", "fp-contract=off", "no-trapping-math")
 #endif

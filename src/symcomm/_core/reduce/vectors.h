@@ -30,14 +30,10 @@
 
 typedef float floats VECTOR;
 typedef double doubles VECTOR;
+typedef uint64_t eights VECTOR;
 typedef uint32_t words VECTOR;
 typedef uint16_t halves VECTOR;
 typedef int32_t ints VECTOR;
-
-/* How many bytes of each source a pass takes. The accumulators stay in the L1 cache at either size. With small blocks
- * the prefetcher sees each source as a stream, unless there are too many. Sum of float32 out of memory on a Neoverse
- * N1: 8 sources run at 17 GB/s in blocks of 1 KiB and 12 in 4 KiB, 16 sources at 9 and 13. */
-enum { SMALL_BLOCK = 1024, LARGE_BLOCK = 4096, MANY_SOURCES = 9 };
 
 /* --- what compilers do not see in the arithmetic ------------------------------------------------------------- */
 
@@ -66,14 +62,8 @@ SYMCOMM_INLINE ints pick_ints(ints mask, ints yes, ints no) {
 #endif
 ORDER_VECTORS(floats, f32)
 ORDER_VECTORS(doubles, f64)
-SYMCOMM_INLINE float lesser_float(float a, float b) { return b < a || b != b ? b : a; }
-SYMCOMM_INLINE float greater_float(float a, float b) { return b > a || b != b ? b : a; }
-SYMCOMM_INLINE double lesser_double(double a, double b) { return b < a || b != b ? b : a; }
-SYMCOMM_INLINE double greater_double(double a, double b) { return b > a || b != b ? b : a; }
 
-/* The same words for vectors and for one element. */
-#define FOR_TYPE(NAME, A) \
-    _Generic((A), floats: NAME##_floats, doubles: NAME##_doubles, float: NAME##_float, double: NAME##_double)
+#define FOR_TYPE(NAME, A) _Generic((A), floats: NAME##_floats, doubles: NAME##_doubles)
 #define LESSER(A, B) FOR_TYPE(lesser, A)(A, B)
 #define GREATER(A, B) FOR_TYPE(greater, A)(A, B)
 
@@ -121,10 +111,61 @@ SYMCOMM_INLINE words words_at(const char *from, int i) {
 }
 SYMCOMM_INLINE void put_words(char *to, int i, words value) { memcpy(to + i * VECTOR_BYTES, &value, sizeof value); }
 
+/* Less than a vector of bytes, at least one, filled up with zeros. */
+#if defined(SYMCOMM_SET_AVX512)
+#define FIRST_BYTES(BYTES) (~0ull >> (64 - (BYTES)))
+SYMCOMM_INLINE words few_words_at(const char *from, size_t bytes) {
+    return (words)_mm512_maskz_loadu_epi8(FIRST_BYTES(bytes), from);
+}
+SYMCOMM_INLINE void put_few_words(char *to, words value, size_t bytes) {
+    _mm512_mask_storeu_epi8(to, FIRST_BYTES(bytes), (__m512i)value);
+}
+#else
+SYMCOMM_INLINE uint64_t few_bytes_at(const char *from, size_t bytes) { /* 1 to 8 */
+    uint64_t eight;
+    uint32_t first, last;
+    uint16_t two;
+    if (bytes == 8) return memcpy(&eight, from, 8), eight;
+    if (bytes >= 4) { /* both may have the same bytes */
+        memcpy(&first, from, 4), memcpy(&last, from + bytes - 4, 4);
+        return first | (uint64_t)last << 8 * (bytes - 4);
+    }
+    if (bytes == 1) return (unsigned char)*from;
+    memcpy(&two, from, 2);
+    return two | (uint64_t)(unsigned char)from[bytes - 1] << 8 * (bytes - 1);
+}
+SYMCOMM_INLINE void put_few_bytes(char *to, uint64_t value, size_t bytes) {
+    const uint64_t last = value >> 8 * (bytes < 4 ? bytes - 1 : bytes - 4);
+    if (bytes == 8) memcpy(to, &value, 8);
+    else if (bytes >= 4) memcpy(to, &value, 4), memcpy(to + bytes - 4, &last, 4);
+    else {
+        if (bytes > 1) memcpy(to, &value, 2);
+        to[bytes - 1] = (char)last;
+    }
+}
+SYMCOMM_CALLED words few_words_at(const char *from, size_t bytes) {
+    eights value = {0};
+    for (size_t i = 0; i < VECTOR_BYTES / 8 && 8 * i < bytes; i++)
+        value[i] = few_bytes_at(from + 8 * i, bytes - 8 * i < 8 ? bytes - 8 * i : 8);
+    return (words)value;
+}
+SYMCOMM_CALLED void put_few_words(char *to, words value, size_t bytes) {
+    for (size_t i = 0; i < VECTOR_BYTES / 8 && 8 * i < bytes; i++)
+        put_few_bytes(to + 8 * i, ((eights)value)[i], bytes - 8 * i < 8 ? bytes - 8 * i : 8);
+}
+#endif
+
+SYMCOMM_INLINE void fill_unit(char *unit, const char *from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += VECTOR_BYTES)
+        put_words(unit + at, 0, few_words_at(from + at, bytes - at < VECTOR_BYTES ? bytes - at : VECTOR_BYTES));
+}
+SYMCOMM_INLINE void put_few(char *to, const char *unit, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += VECTOR_BYTES)
+        put_few_words(to + at, words_at(unit + at, 0), bytes - at < VECTOR_BYTES ? bytes - at : VECTOR_BYTES);
+}
+
 /* A format T has: T_vector, the type of accumulators; T_quad, four of them; T_unit, how many bytes of elements fill
  * four; T_load and T_store, which take such a unit from memory and put it there. */
-typedef float float32_element;
-typedef double float64_element;
 typedef floats float32_vector;
 typedef doubles float64_vector;
 typedef struct {
@@ -151,200 +192,257 @@ enum {
     }
 PLAIN_FORMAT(float32)
 PLAIN_FORMAT(float64)
-SYMCOMM_INLINE float float32_one_at(const char *from) {
-    float value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-SYMCOMM_INLINE double float64_one_at(const char *from) {
-    double value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
+
+/* Complex numbers: real and imaginary parts in turns. */
+typedef floats complex64_vector;
+typedef doubles complex128_vector;
+typedef float32_quad complex64_quad;
+typedef float64_quad complex128_quad;
+enum {
+    complex64_size = 8,
+    complex64_unit = 4 * VECTOR_BYTES,
+    complex128_size = 16,
+    complex128_unit = 4 * VECTOR_BYTES,
+};
+PLAIN_FORMAT(complex64)
+PLAIN_FORMAT(complex128)
+
+/* Lanes A and B of each pair. */
+#define TWO_PAIRS(A, B) A, B, A + 2, B + 2
+#define FOUR_PAIRS(A, B) TWO_PAIRS(A, B), TWO_PAIRS(A + 4, B + 4)
+#if VECTOR_BYTES == 64
+#define PAIRS_OF_8(A, B) FOUR_PAIRS(A, B)
+#define PAIRS_OF_4(A, B) FOUR_PAIRS(A, B), FOUR_PAIRS(A + 8, B + 8)
+#elif VECTOR_BYTES == 32
+#define PAIRS_OF_8(A, B) TWO_PAIRS(A, B)
+#define PAIRS_OF_4(A, B) FOUR_PAIRS(A, B)
+#else
+#define PAIRS_OF_8(A, B) A, B
+#define PAIRS_OF_4(A, B) TWO_PAIRS(A, B)
+#endif
+#if defined(__clang__)
+#define PICK(V, INDEX, PAIRS) __builtin_shufflevector(V, V, PAIRS)
+#else
+#define PICK(V, INDEX, PAIRS) __builtin_shuffle(V, (INDEX){PAIRS})
+#endif
+
+/* (ac - bd, ad + bc). We subtract by adding with the sign flipped, since GCC 12 fuses alternating - and + even when
+ * told not to. */
+#define COMPLEX_TIMES(NAME, V, U, PAIRS, BITS)                                          \
+    SYMCOMM_INLINE V NAME##_times(V a, V b) {                                           \
+        const U signs = (((U){PAIRS(0, 1)} & 1) - 1) << (BITS - 1); /* of real parts */ \
+        V second = PICK(a, U, PAIRS(1, 1)) * PICK(b, U, PAIRS(1, 0));                   \
+        return PICK(a, U, PAIRS(0, 0)) * b + (V)((U)second ^ signs);                    \
+    }
+COMPLEX_TIMES(complex64, floats, words, PAIRS_OF_4, 32)
+COMPLEX_TIMES(complex128, doubles, eights, PAIRS_OF_8, 64)
 
 /* --- kernels ------------------------------------------------------------------------------------------------- */
 
 /* Sources are combined as a tree: its left side is the largest power of two below their number, its right side the
- * rest. So every aligned power of two of them is a subtree. They come by fours. A sum waits, the widest first, until as
- * many sources stand to its right: the i-th four completes as many waiting sums as i has ones at its end. */
+ * rest. So every aligned power of two of them is a subtree. They come in groups of four, or eight. A sum waits, the
+ * widest first, until as many sources stand to its right: group i completes as many waiting sums as i has ones at its
+ * end. */
 enum { LEVELS = 8 }; /* the most sums that wait, for 1024 sources */
-#define COMPLETED(FOUR) __builtin_ctz(~(unsigned)(FOUR))
+#define COMPLETED(NUMBER) __builtin_ctz(~(unsigned)(NUMBER))
 
-/* Combines n > 0 sources into a, of type A. READ: source i. */
-#define TREE(A, a, n, READ, FOLD)                                                             \
-    A a;                                                                                      \
-    {                                                                                         \
-        int i = 0;                                                                            \
-        a = READ;                                                                             \
-        if (n <= 3) /* their tree is a row */                                                 \
-            for (i = 1; i < n; i++) a = FOLD(a, READ);                                        \
-        else {                                                                                \
-            A waiting[LEVELS], b;                                                             \
-            int depth = 0;                                                                    \
-            for (;;) {                                                                        \
-                i++, a = FOLD(a, READ);                                                       \
-                i++, b = READ;                                                                \
-                i++, b = FOLD(b, READ);                                                       \
-                i++, a = FOLD(a, b);                                                          \
-                if (i == n) break;                                                            \
-                for (int m = COMPLETED(i / 4 - 1); m > 0; m--) a = FOLD(waiting[--depth], a); \
-                waiting[depth++] = a;                                                         \
-                a = READ;                                                                     \
-                if (i + 4 > n) {                                                              \
-                    for (i++; i < n; i++) a = FOLD(a, READ);                                  \
-                    break;                                                                    \
-                }                                                                             \
-            }                                                                                 \
-            while (depth > 0) a = FOLD(waiting[--depth], a);                                  \
-        }                                                                                     \
+/* Combines m sources, four at most, into a, of type A. READ(source, ...): what one brings. */
+#define UP_TO_FOUR(A, a, s, m, FOLD, READ, ...)           \
+    A a = READ((s)[0], __VA_ARGS__);                      \
+    if ((m) > 1) a = FOLD(a, READ((s)[1], __VA_ARGS__));  \
+    if ((m) == 3) a = FOLD(a, READ((s)[2], __VA_ARGS__)); \
+    if ((m) > 3) a = FOLD(a, FOLD(READ((s)[2], __VA_ARGS__), READ((s)[3], __VA_ARGS__)));
+
+/* The same for any number n > 0. */
+#define TREE(A, a, s, n, FOLD, READ, ...)                                          \
+    UP_TO_FOUR(A, a, s, n, FOLD, READ, __VA_ARGS__)                                \
+    if (n > 4) {                                                                   \
+        A waiting[LEVELS];                                                         \
+        for (int i = 4, depth = 0; i < n; i += 4) {                                \
+            UP_TO_FOUR(A, b, s + i, n - i, FOLD, READ, __VA_ARGS__)                \
+            const int completed = i + 4 < n ? COMPLETED(i / 4) : depth + 1;        \
+            if (completed == 0) {                                                  \
+                waiting[depth++] = a;                                              \
+                a = b;                                                             \
+            } else {                                                               \
+                a = FOLD(a, b);                                                    \
+                for (int c = 1; c < completed; c++) a = FOLD(waiting[--depth], a); \
+            }                                                                      \
+        }                                                                          \
     }
 
-/* Less than a unit, vector by vector, then one by one: for formats that need no conversion. */
-#define FEW_ONE_BY_ONE(NAME, T, K, IN, FOLD, OUT)                                                 \
-    SYMCOMM_INLINE T##_element NAME##_in_one(T##_element x, K k) {                                \
-        (void)k;                                                                                  \
-        return IN;                                                                                \
-    }                                                                                             \
-    SYMCOMM_INLINE T##_element NAME##_fold_one(T##_element a, T##_element b) { return FOLD; }     \
-    SYMCOMM_INLINE T##_element NAME##_out_one(T##_element a, K k) {                               \
-        (void)k;                                                                                  \
-        return OUT;                                                                               \
-    }                                                                                             \
-    SYMCOMM_INLINE void NAME##_few(char *out, const char *const *s, int n, size_t count, K k) {   \
-        const size_t bytes = count * sizeof(T##_element);                                         \
-        size_t at = 0;                                                                            \
-        for (; at + VECTOR_BYTES <= bytes; at += VECTOR_BYTES) {                                  \
-            TREE(T##_vector, a, n, NAME##_in((T##_vector)words_at(s[i] + at, 0), k), NAME##_fold) \
-            put_words(out + at, 0, (words)NAME##_out(a, k));                                      \
-        }                                                                                         \
-        for (; at < bytes; at += sizeof(T##_element)) {                                           \
-            TREE(T##_element, a, n, NAME##_in_one(T##_one_at(s[i] + at), k), NAME##_fold_one)     \
-            a = NAME##_out_one(a, k);                                                             \
-            memcpy(out + at, &a, sizeof a);                                                       \
-        }                                                                                         \
-    }
-
-/* Copies a few bytes without a call of memcpy(). */
-SYMCOMM_INLINE void copy_few(char *to, const char *from, size_t bytes) {
-    size_t at = 0;
-    for (; at + 16 <= bytes; at += 16) memcpy(to + at, from + at, 16);
-    if (bytes & 8) memcpy(to + at, from + at, 8), at += 8;
-    if (bytes & 4) memcpy(to + at, from + at, 4), at += 4;
-    if (bytes & 2) memcpy(to + at, from + at, 2), at += 2;
-    if (bytes & 1) to[at] = from[at];
-}
-
-/* Less than a unit, filled up with zeros to a whole one: for formats that are converted many at a time. */
-#define FEW_PADDED(NAME, T, K, IN, FOLD, OUT)                                                   \
-    SYMCOMM_INLINE void NAME##_few(char *out, const char *const *s, int n, size_t count, K k) { \
-        char unit[T##_unit] = {0};                                                              \
-        const size_t bytes = count * T##_size;                                                  \
-        TREE(T##_quad, a, n, (copy_few(unit, s[i], bytes), NAME##_first(unit, k)), NAME##_join) \
-        NAME##_last(unit, a, k);                                                                \
-        copy_few(out, unit, bytes);                                                             \
-    }
-
-/* More than four sources, in passes over blocks, by fours. */
-#define PASSES(NAME, T, K)                                                                                 \
-    SYMCOMM_INLINE T##_quad NAME##_four(const char *p, const char *q, const char *r, const char *t, K k) { \
-        return NAME##_join(NAME##_next(NAME##_first(p, k), q, k), NAME##_next(NAME##_first(r, k), t, k));  \
-    }                                                                                                      \
-    static void NAME##_passes(char *out, const char *const *s, int n, size_t end, K k) {                   \
-        const size_t block = n < MANY_SOURCES ? SMALL_BLOCK : LARGE_BLOCK;                                 \
-        T##_quad waiting[LEVELS][LARGE_BLOCK / T##_unit];                                                  \
-        for (size_t start = 0; start < end; start += block) {                                              \
-            const size_t stop = end - start < block ? end : start + block;                                 \
-            int i = 0, depth = 0;                                                                          \
-            for (; i + 4 < n; i += 4) {                                                                    \
-                const char *p = s[i], *q = s[i + 1], *r = s[i + 2], *t = s[i + 3];                         \
-                const int low = depth - COMPLETED(i / 4);                                                  \
-                T##_quad *to = waiting[low];                                                               \
-                if (low == depth)                                                                          \
-                    for (size_t at = start; at < stop; at += T##_unit)                                     \
-                        *to++ = NAME##_four(p + at, q + at, r + at, t + at, k);                            \
-                else                                                                                       \
-                    for (size_t at = start, u = 0; at < stop; at += T##_unit, u++) {                       \
-                        T##_quad a = NAME##_four(p + at, q + at, r + at, t + at, k);                       \
-                        for (int j = depth; j > low;) a = NAME##_join(waiting[--j][u], a);                 \
-                        to[u] = a;                                                                         \
-                    }                                                                                      \
-                depth = low + 1;                                                                           \
-            }                                                                                              \
-            const int rest = n - i;                                                                        \
-            const char *p = s[i], *q = s[n - 1], *r = s[n - 2], *t = s[n - (rest < 3 ? 1 : 3)];            \
-            const T##_quad *before = waiting[depth - 1];                                                   \
-            for (size_t at = start, u = 0; at < stop; at += T##_unit, u++) {                               \
-                T##_quad a;                                                                                \
-                if (rest == 4) a = NAME##_four(p + at, t + at, r + at, q + at, k);                         \
-                else {                                                                                     \
-                    a = NAME##_first(p + at, k);                                                           \
-                    if (rest == 3) a = NAME##_next(a, r + at, k);                                          \
-                    if (rest > 1) a = NAME##_next(a, q + at, k);                                           \
-                }                                                                                          \
-                a = NAME##_join(before[u], a);                                                             \
-                for (int j = depth - 1; j > 0;) a = NAME##_join(waiting[--j][u], a);                       \
-                NAME##_last(out + at, a, k);                                                               \
-            }                                                                                              \
-        }                                                                                                  \
-    }
-
-/* A kernel over elements of format T with a scalar k of type K. Its three expressions, on vectors of accumulators:
+/* How sources of format T, with a scalar k of type K, are combined. Two expressions, on vectors of accumulators:
  *   IN    what source element x brings to the accumulation
- *   FOLD  accumulator a combined with the next source's b
- *   OUT   what is stored for the final accumulator a
- * The last unit overlaps the one before it if the count is no multiple of a unit. It is computed first, since dst may
- * be one of the sources. FEW handles counts below one unit. */
-#define VECTOR_KERNEL(NAME, T, K, SCALAR, FEW, IN, FOLD, OUT)                                                          \
-    SYMCOMM_INLINE T##_vector NAME##_in(T##_vector x, K k) {                                                           \
-        (void)k;                                                                                                       \
-        return IN;                                                                                                     \
-    }                                                                                                                  \
-    SYMCOMM_INLINE T##_vector NAME##_fold(T##_vector a, T##_vector b) { return FOLD; }                                 \
+ *   FOLD  accumulator a combined with the next source's b */
+#define VECTOR_FOLD(NAME, T, K, IN, FOLD)                                                                  \
+    SYMCOMM_INLINE T##_vector NAME##_in(T##_vector x, K k) {                                               \
+        (void)k;                                                                                           \
+        return IN;                                                                                         \
+    }                                                                                                      \
+    SYMCOMM_INLINE T##_vector NAME##_fold(T##_vector a, T##_vector b) { return FOLD; }                     \
+    SYMCOMM_INLINE T##_quad NAME##_join(T##_quad a, T##_quad b) {                                          \
+        return (T##_quad){NAME##_fold(a.v0, b.v0), NAME##_fold(a.v1, b.v1), NAME##_fold(a.v2, b.v2),       \
+                          NAME##_fold(a.v3, b.v3)};                                                        \
+    }                                                                                                      \
+    SYMCOMM_INLINE T##_quad NAME##_at(const char *from, size_t at, K k) {                                  \
+        T##_quad q = T##_load(from + at);                                                                  \
+        return (T##_quad){NAME##_in(q.v0, k), NAME##_in(q.v1, k), NAME##_in(q.v2, k), NAME##_in(q.v3, k)}; \
+    }
+
+/* A kernel of FOLDED's: what it stores is OUT of the final accumulator a. */
+#define VECTOR_OUT(NAME, T, K, OUT)                                                                                    \
     SYMCOMM_INLINE T##_vector NAME##_out(T##_vector a, K k) {                                                          \
         (void)k;                                                                                                       \
         return OUT;                                                                                                    \
     }                                                                                                                  \
-    SYMCOMM_INLINE T##_quad NAME##_first(const char *from, K k) {                                                      \
-        T##_quad q = T##_load(from);                                                                                   \
-        return (T##_quad){NAME##_in(q.v0, k), NAME##_in(q.v1, k), NAME##_in(q.v2, k), NAME##_in(q.v3, k)};             \
-    }                                                                                                                  \
-    SYMCOMM_INLINE T##_quad NAME##_join(T##_quad a, T##_quad b) {                                                      \
-        return (T##_quad){NAME##_fold(a.v0, b.v0), NAME##_fold(a.v1, b.v1), NAME##_fold(a.v2, b.v2),                   \
-                          NAME##_fold(a.v3, b.v3)};                                                                    \
-    }                                                                                                                  \
-    SYMCOMM_INLINE T##_quad NAME##_next(T##_quad a, const char *from, K k) {                                           \
-        return NAME##_join(a, NAME##_first(from, k));                                                                  \
-    }                                                                                                                  \
     SYMCOMM_INLINE void NAME##_last(char *to, T##_quad a, K k) {                                                       \
         T##_store(to, (T##_quad){NAME##_out(a.v0, k), NAME##_out(a.v1, k), NAME##_out(a.v2, k), NAME##_out(a.v3, k)}); \
-    }                                                                                                                  \
-    FEW(NAME, T, K, IN, FOLD, OUT)                                                                                     \
-    PASSES(NAME, T, K)                                                                                                 \
-    static void NAME(void *dst, const void *const *sources, int n, size_t count, struct reduce_scalar scalar) {        \
-        const K k = (K)(scalar.SCALAR);                                                                                \
-        const char *const *s = (const char *const *)sources;                                                           \
-        if (count < T##_unit / T##_size) {                                                                             \
-            NAME##_few(dst, s, n, count, k);                                                                           \
-            return;                                                                                                    \
-        }                                                                                                              \
-        char *out = dst, last_unit[T##_unit];                                                                          \
-        const size_t bytes = count * T##_size, rest = bytes % T##_unit, end = bytes - rest, last = bytes - T##_unit;   \
-        if (rest) {                                                                                                    \
-            TREE(T##_quad, a, n, NAME##_first(s[i] + last, k), NAME##_join)                                            \
-            NAME##_last(last_unit, a, k);                                                                              \
-        }                                                                                                              \
-        const char *p = s[0], *q = s[n > 1], *r = s[n > 2 ? 2 : 0], *t = s[n > 3 ? 3 : 0];                             \
-        if (n == 1)                                                                                                    \
-            for (size_t at = 0; at < end; at += T##_unit) NAME##_last(out + at, NAME##_first(p + at, k), k);           \
-        else if (n == 2)                                                                                               \
-            for (size_t at = 0; at < end; at += T##_unit)                                                              \
-                NAME##_last(out + at, NAME##_next(NAME##_first(p + at, k), q + at, k), k);                             \
-        else if (n == 3)                                                                                               \
-            for (size_t at = 0; at < end; at += T##_unit)                                                              \
-                NAME##_last(out + at, NAME##_next(NAME##_next(NAME##_first(p + at, k), q + at, k), r + at, k), k);     \
-        else if (n == 4)                                                                                               \
-            for (size_t at = 0; at < end; at += T##_unit)                                                              \
-                NAME##_last(out + at, NAME##_four(p + at, q + at, r + at, t + at, k), k);                              \
-        else NAME##_passes(out, s, n, end, k);                                                                         \
-        if (rest) memcpy(out + last, last_unit, T##_unit);                                                             \
+    }
+
+/* Folds and kernels come in three styles. PLAIN: for formats that need no conversion. Less than a unit is combined
+ * vector by vector. */
+#define PLAIN_FOLDS(NAME, T, K)                                                             \
+    SYMCOMM_INLINE T##_vector NAME##_few_at(const char *from, size_t at, size_t few, K k) { \
+        return NAME##_in((T##_vector)few_words_at(from + at, few), k);                      \
+    }                                                                                       \
+    BLOCK_FOLDS(NAME, T, K)
+#define PLAIN_KERNEL(NAME, FOLDED, T, K, OUT)                                                                       \
+    VECTOR_OUT(NAME, T, K, OUT)                                                                                     \
+    EACH_FEW(NAME##_few, NAME, T, K, UP_TO_FOUR(T##_vector, a, s, n, FOLDED##_fold, FOLDED##_few_at, at, few, k))   \
+    EACH_FEW(NAME##_few_of_many, NAME, T, K, TREE(T##_vector, a, s, n, FOLDED##_fold, FOLDED##_few_at, at, few, k)) \
+    BLOCK_KERNEL(NAME, FOLDED, T, K)
+#define EACH_FEW(FUNCTION, NAME, T, K, MAKE_A)                                                \
+    SYMCOMM_CALLED void FUNCTION(char *out, const char *const *s, int n, size_t bytes, K k) { \
+        for (size_t at = 0; at < bytes; at += VECTOR_BYTES) {                                 \
+            const size_t few = bytes - at < VECTOR_BYTES ? bytes - at : VECTOR_BYTES;         \
+            MAKE_A                                                                            \
+            put_few_words(out + at, (words)NAME##_out(a, k), few);                            \
+        }                                                                                     \
+    }
+
+/* PADDED: for formats that are converted many at a time. Less than a unit is filled up with zeros to a whole one. */
+#define PADDED_TREE(NAME, T, K)                                                               \
+    SYMCOMM_CALLED T##_quad NAME##_few_at(const char *from, char *unit, size_t bytes, K k) {  \
+        fill_unit(unit, from, bytes);                                                         \
+        return NAME##_at(unit, 0, k);                                                         \
+    }                                                                                         \
+    SYMCOMM_CALLED T##_quad NAME##_few_tree(const char *const *s, int n, size_t bytes, K k) { \
+        char unit[T##_unit] = {0};                                                            \
+        TREE(T##_quad, a, s, n, NAME##_join, NAME##_few_at, unit, bytes, k)                   \
+        return a;                                                                             \
+    }
+#define PADDED_FOLDS(NAME, T, K) PADDED_TREE(NAME, T, K) BLOCK_FOLDS(NAME, T, K)
+#define PADDED_KERNEL(NAME, FOLDED, T, K, OUT)                                                          \
+    VECTOR_OUT(NAME, T, K, OUT)                                                                         \
+    SYMCOMM_CALLED void NAME##_few_of_many(char *out, const char *const *s, int n, size_t bytes, K k) { \
+        char unit[T##_unit];                                                                            \
+        NAME##_last(unit, FOLDED##_few_tree(s, n, bytes, k), k);                                        \
+        put_few(out, unit, bytes);                                                                      \
+    }                                                                                                   \
+    SYMCOMM_INLINE void NAME##_few(char *out, const char *const *s, int n, size_t bytes, K k) {         \
+        NAME##_few_of_many(out, s, n, bytes, k);                                                        \
+    }                                                                                                   \
+    BLOCK_KERNEL(NAME, FOLDED, T, K)
+
+/* Loops over whole units, of up to eight sources at a time. With more, sums wait for a block, which fits in the L1
+ * cache. */
+enum { BLOCK = 4096 };
+#define NTH(s, m, j) (s)[(m) > j ? j : 0]
+#define EIGHT_OF(f, s, m)                                                             \
+    const char *const f[8] = {NTH(s, m, 0), NTH(s, m, 1), NTH(s, m, 2), NTH(s, m, 3), \
+                              NTH(s, m, 4), NTH(s, m, 5), NTH(s, m, 6), NTH(s, m, 7)};
+#define BLOCK_FOLDS(NAME, T, K)                                                                                 \
+    SYMCOMM_INLINE T##_quad NAME##_up_to_eight(const char *const *s, int m, size_t at, K k) {                   \
+        UP_TO_FOUR(T##_quad, a, s, m, NAME##_join, NAME##_at, at, k)                                            \
+        if (m <= 4) return a;                                                                                   \
+        UP_TO_FOUR(T##_quad, b, s + 4, m - 4, NAME##_join, NAME##_at, at, k)                                    \
+        return NAME##_join(a, b);                                                                               \
+    }                                                                                                           \
+    /* Eight sources, and the sums that they complete. */                                                       \
+    SYMCOMM_CALLED void NAME##_eight(T##_quad(*waiting)[BLOCK / T##_unit], int completed, const char *const *s, \
+                                     size_t start, size_t stop, K k) {                                          \
+        EIGHT_OF(f, s, 8)                                                                                       \
+        for (size_t at = start, u = 0; at < stop; at += T##_unit, u++) {                                        \
+            T##_quad a = NAME##_up_to_eight(f, 8, at, k);                                                       \
+            for (int j = completed; j > 0;) a = NAME##_join(waiting[--j][u], a);                                \
+            waiting[0][u] = a;                                                                                  \
+        }                                                                                                       \
+    }
+
+/* The last unit overlaps the one before it if the count is no multiple of a unit. It is computed first, since dst may
+ * be one of the sources. */
+#define BLOCK_KERNEL(NAME, FOLDED, T, K)                                                                        \
+    SYMCOMM_INLINE T##_quad NAME##_up_to_four(const char *const *s, int n, size_t at, K k) {                    \
+        UP_TO_FOUR(T##_quad, a, s, n, FOLDED##_join, FOLDED##_at, at, k)                                        \
+        return a;                                                                                               \
+    }                                                                                                           \
+    SYMCOMM_CALLED void NAME##_of_few(char *out, const char *const *s, int n, size_t bytes, K k) {              \
+        const size_t rest = bytes % T##_unit, end = bytes - rest, last = bytes - T##_unit;                      \
+        char last_unit[T##_unit];                                                                               \
+        const char *const f[4] = {NTH(s, n, 0), NTH(s, n, 1), NTH(s, n, 2), NTH(s, n, 3)};                      \
+        if (rest) NAME##_last(last_unit, NAME##_up_to_four(f, n, last, k), k);                                  \
+        if (n == 1) EACH_UNIT(T) NAME##_last(out + at, NAME##_up_to_four(f, 1, at, k), k);                      \
+        if (n == 2) EACH_UNIT(T) NAME##_last(out + at, NAME##_up_to_four(f, 2, at, k), k);                      \
+        if (n == 3) EACH_UNIT(T) NAME##_last(out + at, NAME##_up_to_four(f, 3, at, k), k);                      \
+        if (n == 4) EACH_UNIT(T) NAME##_last(out + at, NAME##_up_to_four(f, 4, at, k), k);                      \
+        if (rest) memcpy(out + last, last_unit, T##_unit);                                                      \
+    }                                                                                                           \
+    SYMCOMM_CALLED void NAME##_of_many(char *out, const char *const *s, int n, size_t bytes, K k) {             \
+        const size_t rest = bytes % T##_unit, end = bytes - rest, last = bytes - T##_unit;                      \
+        char last_unit[T##_unit], *to = last_unit;                                                              \
+        T##_quad waiting[LEVELS][BLOCK / T##_unit];                                                             \
+        for (int whole = rest == 0; whole < 2; whole++) {                                                       \
+            if (whole) to = out;                                                                                \
+            const size_t finish = whole ? end : bytes;                                                          \
+            for (size_t start = whole ? 0 : last, stop; start < finish; start = stop) {                         \
+                stop = n <= 8 || finish - start < BLOCK ? finish : start + BLOCK;                               \
+                int i = 0, depth = 0;                                                                           \
+                for (; i + 8 < n; i += 8) {                                                                     \
+                    depth -= COMPLETED(i / 8);                                                                  \
+                    FOLDED##_eight(waiting + depth++, COMPLETED(i / 8), s + i, start, stop, k);                 \
+                }                                                                                               \
+                EIGHT_OF(f, s + i, n - i)                                                                       \
+                for (size_t at = start, u = 0; at < stop; at += T##_unit, u++, to += T##_unit) {                \
+                    T##_quad a = FOLDED##_up_to_eight(f, n - i, at, k);                                         \
+                    for (int j = depth; j > 0;) a = FOLDED##_join(waiting[--j][u], a);                          \
+                    NAME##_last(to, a, k);                                                                      \
+                }                                                                                               \
+            }                                                                                                   \
+        }                                                                                                       \
+        if (rest) memcpy(out + last, last_unit, T##_unit);                                                      \
+    }                                                                                                           \
+    /* Each case is a function, since the frame of the largest would cost a small one more than its work. */    \
+    static void NAME(void *dst, const void *const *sources, int n, size_t count, struct reduce_scalar scalar) { \
+        const char *const *s = (const char *const *)sources;                                                    \
+        const size_t bytes = count * T##_size;                                                                  \
+        const K k = (K)(scalar.real);                                                                           \
+        if (bytes >= T##_unit) (n > 4 ? NAME##_of_many : NAME##_of_few)(dst, s, n, bytes, k);                   \
+        else if (bytes) (n > 4 ? NAME##_few_of_many : NAME##_few)(dst, s, n, bytes, k);                         \
+    }
+#define EACH_UNIT(T) for (size_t at = 0; at < end; at += T##_unit)
+
+/* SHORT: for formats whose conversion takes longer than all else. One loop takes any number of sources. */
+#define SHORT_FOLDS(NAME, T, K)                                                                          \
+    SYMCOMM_CALLED T##_quad NAME##_part_at(const char *from, size_t at, size_t bytes, char *unit, K k) { \
+        if (bytes == T##_unit) return NAME##_at(from, at, k);                                            \
+        fill_unit(unit, from + at, bytes);                                                               \
+        return NAME##_at(unit, 0, k);                                                                    \
+    }                                                                                                    \
+    SYMCOMM_CALLED T##_quad NAME##_tree(const char *const *s, int n, size_t at, size_t bytes, K k) {     \
+        char unit[T##_unit] = {0};                                                                       \
+        TREE(T##_quad, a, s, n, NAME##_join, NAME##_part_at, at, bytes, unit, k)                         \
+        return a;                                                                                        \
+    }
+#define SHORT_KERNEL(NAME, FOLDED, T, K, OUT)                                                                     \
+    VECTOR_OUT(NAME, T, K, OUT)                                                                                   \
+    static void NAME(void *dst, const void *const *sources, int n, size_t count, struct reduce_scalar scalar) {   \
+        const K k = (K)(scalar.real);                                                                             \
+        const size_t bytes = count * T##_size;                                                                    \
+        char *out = dst, unit[T##_unit];                                                                          \
+        for (size_t at = 0; at < bytes; at += T##_unit) {                                                         \
+            const int whole = bytes - at >= T##_unit;                                                             \
+            NAME##_last(whole ? out + at : unit,                                                                  \
+                        FOLDED##_tree((const char *const *)sources, n, at, whole ? T##_unit : bytes - at, k), k); \
+            if (!whole) put_few(out + at, unit, bytes - at);                                                      \
+        }                                                                                                         \
     }
