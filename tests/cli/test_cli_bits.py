@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from symcomm.cli import bits
-from symcomm.cli.bits import TRAINING, Outcome, Row, differing, measure
+from symcomm.bench.namespaces import why_no_namespaces
+from symcomm.cli import bits, bits_of_hosts
+from symcomm.cli.bits import TRAINING, Outcome, Row, differing, measure, rows
 from symcomm.observe.health.bits import cpu_model, what_must_be_equal
 from tests.support.command import symcomm
+from tests.support.namespaces import FaultyNetwork
 
 pytestmark = pytest.mark.long
 FIELDS = {"CPU", "instruction set", "torch", "numpy", "threads per rank", "all of it"}
@@ -44,6 +46,24 @@ def test_a_training_of_processes():
     assert measure(Row(2, 1, "processes"), TRAINING).hashes == measure(Row(2, 1, "threads"), TRAINING).hashes
 
 
+def test_hosts_with_a_network_between_them(monkeypatch: pytest.MonkeyPatch):
+    """1 x 8, 2 x 4, 4 x 2 and 8 x 1 ranks: processes in network namespaces, which reach each other by cable only."""
+    if reason := why_no_namespaces():
+        pytest.skip(f"several hosts: {reason}")
+    monkeypatch.setattr(bits_of_hosts, "Network", FaultyNetwork)  # which starts copies of a process that has torch
+    networked = [row for row in rows(True, network=True) if row.mode == "network"]
+    assert [(row.ranks, row.hosts, row.wide) for row in networked] == [(8, hosts, True) for hosts in (1, 2, 4, 8)]
+    one_host = measure(Row(8, 1, "threads"))
+    assert [measure(row).hashes for row in networked] == [one_host.hashes] * 4
+    trained = measure(Row(8, 1, "threads"), TRAINING)
+    assert measure(Row(8, 4, "network"), TRAINING).hashes == trained.hashes
+
+
+def test_a_machine_without_namespaces_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bits_of_hosts, "why_no_namespaces", lambda: "network namespaces need root")
+    assert measure(Row(8, 2, "network")) == Outcome(Row(8, 2, "network"), {}, "network namespaces need root")
+
+
 def test_what_differs_is_found():
     same = [Outcome(Row(n, 1, "threads"), {"float32": "a", "float64": "b"}) for n in (1, 2)]
     assert differing(same) == []
@@ -61,7 +81,7 @@ def test_what_the_command_says(monkeypatch: pytest.MonkeyPatch):
         (8, "threads"): Outcome(Row(8, 4, "threads", True), {"float32": "abc"}),
         (8, "processes"): Outcome(Row(8, 2, "processes"), {}, "no engine"),
     }
-    monkeypatch.setattr(bits, "rows", lambda threads, small: [o.row for o in said.values()])
+    monkeypatch.setattr(bits, "rows", lambda threads, small, network: [o.row for o in said.values()])
     monkeypatch.setattr(bits, "measure", lambda row, work: said[row.ranks, row.mode])
     done = CliRunner().invoke(bits.app, [])
     shown = done.stdout.splitlines()

@@ -204,17 +204,33 @@ class Loaded:
         return super().__new__(cls) if parse(command) else subprocess.Popen(command, **how)
 
     def __init__(
-        self, command: Sequence[str], *, stdout: IO, stderr: IO | int | None = None,
+        self, command: Sequence[str], *, stdout: IO | int, stderr: IO | int | None = None,
         env: Mapping[str, str] | None = None, cwd: Path | None = None, network: str = "", **_: Any,
     ):  # fmt: skip
         self.args = command
         context: Any = mp.get_context("forkserver")
         errors = None if stderr is None or isinstance(stderr, int) else DupFd(stderr.fileno())
         environment = dict(os.environ if env is None else env)
-        arguments = (command, environment, cwd, network, DupFd(stdout.fileno()), errors)
+        with contextlib.ExitStack() as opened:
+            arguments = (command, environment, cwd, network, DupFd(self._output(stdout, opened)), errors)
         self._process = context.Process(target=_run, args=arguments)
         self._process.start()
         self.pid = self._process.pid
+
+    def _output(self, stdout: IO | int, opened: contextlib.ExitStack) -> int:
+        if not isinstance(stdout, int):
+            return stdout.fileno()
+        if stdout == subprocess.PIPE:
+            reader, writer = os.pipe()
+            self.stdout = open(reader)  # noqa: SIM115
+        else:
+            assert stdout == subprocess.DEVNULL
+            writer = os.open(os.devnull, os.O_WRONLY)
+        opened.callback(os.close, writer)
+        return writer
+
+    def kill(self) -> None:
+        self._process.kill()
 
     @property
     def returncode(self) -> int | None:

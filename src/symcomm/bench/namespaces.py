@@ -144,7 +144,7 @@ class _Hosts(abc.ABC):
 
     def run_ranks(
         self, ranks: int, module: str, workload: Any, seconds: float, tick: Tick,
-        kind: Callable[..., Figures], seen: Callable[[list[Figures]], None],
+        kind: Callable[..., Figures], seen: Callable[[list[Figures]], None], call: str = "symcomm bench",
     ) -> list[Figures]:  # fmt: skip
         """Run ``module`` as ``ranks`` ranks on each host; returns what they found. The first rank writes lines: lists
         of rows become figures of that ``kind``, of which ``seen`` gets all so far; ``tick`` gets the other lines. Ranks
@@ -157,7 +157,7 @@ class _Hosts(abc.ABC):
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }  # fmt: skip
         with running(
-            "symcomm bench: the ranks", module, workload, world, common, (seconds, seconds), "after {}".format,
+            f"{call}: the ranks", module, workload, world, common, (seconds, seconds), "after {}".format,
             lambda rank, words, **how: self.start(rank // ranks, words, **how),
         ) as lines:  # fmt: skip
             for line in lines:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from symcomm import errors
-from symcomm.cli import bits_of_training
+from symcomm.cli import bits_of_hosts, bits_of_training
 from symcomm.cli.command import Command, flag
 from symcomm.preflight import need_torch
 
@@ -30,6 +30,7 @@ SHOWN = 12  # digits of a hash
 AsJson = Annotated[bool, flag("--json", "Print JSON.")]
 Training = Annotated[bool, flag("--training", "Weights of a training and layers split over ranks, instead of sums.")]
 Threads = Annotated[bool, flag("--threads", "Ranks as threads only, which start at once.")]
+Networked = Annotated[bool, flag("--network", "Also 8 processes on 1 to 8 network namespaces. Needs root.")]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Row:
 
     ranks: int
     hosts: int
-    mode: str
+    mode: str  # threads, processes, or network: processes on hosts that are network namespaces
     wide: bool = False
 
     def must_agree(self, kind: str) -> bool:
@@ -112,29 +113,40 @@ TRAINING = Work(bits_of_training.on_rank, bits_of_training.KINDS)
 
 
 def measure(row: Row, work: Work = SUMS) -> Outcome:
+    try:
+        with wide_sums(row.wide):
+            if row.mode == "network":
+                return Outcome(row, bits_of_hosts.hashes_on(row.hosts, row.ranks, work.kinds, work is TRAINING))
+            return Outcome(row, hashes_of(_of_ranks(row, work), work.kinds))
+    except errors.ResourceError as error:  # no engine between hosts, or no namespaces
+        return Outcome(row, {}, str(error))
+
+
+def _of_ranks(row: Row, work: Work) -> list[Any]:
     from symcomm.group.spawn import spawn
 
     hosts = None if row.hosts == 1 else [row.ranks // row.hosts] * row.hosts
-    try:
-        with wide_sums(row.wide):
-            ranks = spawn(work.on_rank, row.ranks, (work.kinds,), mode=row.mode, hosts=hosts, deadline=DEADLINE)
-    except errors.ResourceError as error:  # no engine between hosts
-        return Outcome(row, {}, str(error))
+    return spawn(work.on_rank, row.ranks, (work.kinds,), mode=row.mode, hosts=hosts, deadline=DEADLINE)
+
+
+def hashes_of(ranks: Sequence[dict[str, tuple[str, list[bytes]]]], kinds: Sequence[str]) -> dict[str, str]:
+    """By kind, the one hash of what all ranks have."""
     hashes = {}
-    for kind in work.kinds:
+    for kind in kinds:
         said = {rank[kind][0] for rank in ranks}
         if pieces := list(zip(*(rank[kind][1] for rank in ranks), strict=True)):
             said.add(hashlib.sha256(b"".join(map(b"".join, pieces))).hexdigest())
         hashes[kind] = said.pop()[:SHOWN] if len(said) == 1 else "ranks differ"
-    return Outcome(row, hashes)
+    return hashes
 
 
-def rows(threads_only: bool, small_floats: bool = True) -> list[Row]:
+def rows(threads_only: bool, small_floats: bool = True, network: bool = False) -> list[Row]:
     modes = ["threads"] if threads_only else ["threads", "processes"]
     found = [Row(ranks, 1, mode) for mode in modes for ranks in (1, 2, 4, 8)]
     found += [Row(SHARDS, hosts, mode) for mode in modes for hosts in (2, 4)]
     found.append(Row(SHARDS, 8, "threads"))
-    return found + [Row(SHARDS, hosts, "threads", True) for hosts in (2, 4, 8) if small_floats]
+    found += [Row(SHARDS, hosts, "threads", True) for hosts in (2, 4, 8) if small_floats]
+    return found + [Row(SHARDS, hosts, "network", small_floats) for hosts in (1, 2, 4, 8) if network]
 
 
 def differing(outcomes: Sequence[Outcome], kinds: Sequence[str] = TYPES) -> list[str]:
@@ -148,7 +160,9 @@ def differing(outcomes: Sequence[Outcome], kinds: Sequence[str] = TYPES) -> list
 
 
 @app.command(name="bits", cls=Command)
-def bits(threads: Threads = False, training: Training = False, as_json: AsJson = False) -> None:
+def bits(
+    threads: Threads = False, training: Training = False, network: Networked = False, as_json: AsJson = False
+) -> None:
     """Add the same numbers on 1 to 8 ranks, as threads and processes, on one host and (pretended) several, and print
     hashes of the sums; or train a small model there in 8 logical shards, and split layers into 8, and print hashes of
     weights, of outputs and gradients. Exits with 1 where they differ and must not.
@@ -158,6 +172,7 @@ def bits(threads: Threads = False, training: Training = False, as_json: AsJson =
       symcomm bits
       symcomm bits --training
       symcomm bits --threads --json
+      sudo symcomm bits --network
     """
     if importlib.util.find_spec("numpy") is None:
         raise errors.ResourceError(f"{CALL}: numpy is missing, which makes the numbers; install it.")
@@ -167,7 +182,7 @@ def bits(threads: Threads = False, training: Training = False, as_json: AsJson =
     outcomes = []
     if not as_json:
         typer.echo(line("ranks", "hosts", "as", [f"{kind:{SHOWN}}" for kind in work.kinds]))
-    for row in rows(threads, not training):
+    for row in rows(threads, not training, network):
         outcomes.append(measure(row, work))
         if not as_json:
             typer.echo(line_of(outcomes[-1], work.kinds))
