@@ -12,6 +12,7 @@ import torch._dynamo.config
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
 
 import symcomm
 from symcomm import errors
@@ -343,6 +344,20 @@ def test_steps_that_are_not_whole():
     assert alone(on_rank) == [1.0, 1.0, 1.0]
 
 
+def test_parameters_without_gradients_are_named():
+    def on_rank(group: Any) -> None:
+        layers = nn.ModuleDict({"used": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
+        layers.forward = lambda x: layers["used"](x)
+        model = symcomm.DistributedDataParallel(layers, process_group=dressed(group), logical_shards=4)
+        words = r"shards: no gradient came for other.weight, other.bias in shard \d; pass find_unused_parameters=True"
+        with pytest.raises(errors.CallerError, match=words):
+            for _ in model.shards():
+                model(torch.ones(1, 3)).sum().backward()
+
+    for ranks in (1, 2):
+        symcomm.spawn(on_rank, ranks, mode="threads")
+
+
 def test_gradients_after_a_shard_has_ended():
     """They would be added to the next shard's, or to the average: to other sums on each number of ranks."""
 
@@ -371,6 +386,54 @@ def test_a_rank_without_shards_runs_no_backward():
                 model(torch.ones(1, 3)).sum().backward()
 
     symcomm.spawn(on_rank, 2, mode="threads")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.reentrant = reentrant
+        source = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=source) / 3)
+
+    def forward(self, x: Any) -> Any:
+        x = torch.tanh(self.first(x))
+        if self.reentrant is not None:
+            x = checkpoint(self.middle, x, use_reentrant=self.reentrant)
+        else:
+            x = self.middle(x)
+        return self.last(torch.tanh(x))
+
+
+def halved(parameter: Any) -> None:
+    parameter.grad *= 0.5
+
+
+def gradients_of(group: Any, reentrant: bool | None, hooks: bool) -> list[torch.Tensor]:
+    module = Checkpointed(reentrant)
+    model = symcomm.DistributedDataParallel(module, process_group=dressed(group), logical_shards=4)
+    for parameter in module.parameters() if hooks else ():
+        parameter.register_hook(lambda gradient: gradient * 4)
+        parameter.register_post_accumulate_grad_hook(halved)
+    for step in range(2):
+        model.zero_grad()
+        for shard in model.shards():
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + shard))
+            with torch.autocast("cpu", BF16):
+                loss = model(x).float().square().sum()
+            loss.backward()
+    return [parameter.grad.clone() for parameter in module.parameters()]
+
+
+def test_checkpoints_and_hooks_of_parameters():
+    """Activations computed anew give the same gradients; hooks of tensors see each shard's, as plain ranks' do."""
+    [plain] = symcomm.spawn(gradients_of, 1, (None, False), mode="threads")
+    for reentrant, hooks in ((None, False), (True, False), (False, False), (None, True)):
+        for ranks in (1, 2, 4):
+            got = symcomm.spawn(gradients_of, ranks, (reentrant, hooks), mode="threads")
+            want = [2 * gradient for gradient in plain] if hooks else plain
+            assert {digest(one) for one in got} == {digest(want)}, (reentrant, hooks, ranks)
 
 
 def test_validation_between_steps_counts_for_nothing():

@@ -162,6 +162,51 @@ def test_memory_that_is_used_again_and_layouts():
         assert [bits(x) for x in got] == [want] * 4
 
 
+def test_an_iterator_that_raises_ends_the_call_on_all():
+    """On its own rank with its own error, on the others with one that names it; the group goes on."""
+
+    def each(group: Any) -> Iterator[torch.Tensor]:
+        yield torch.ones(4)
+        if group.rank == 1:
+            raise KeyError("mine")
+        yield torch.ones(4)
+
+    def on_rank(group: Any, async_op: bool) -> str:
+        with pytest.raises((KeyError, errors.CallRefusedError)) as caught:
+            work = group.all_reduce_shards(torch.empty(4), each(group), 4, async_op=async_op)
+            work.wait()
+        group.all_reduce(total := torch.ones(1))
+        assert total.item() == 2.0
+        return str(caught.value)
+
+    for async_op in (False, True):
+        other, own = symcomm.spawn(on_rank, 2, (async_op,), mode="threads")
+        assert own == "'mine'" and "rank 1 refused its call" in other and "KeyError: 'mine'" in other
+
+
+def test_collectives_between_shards_and_in_sub_groups():
+    """An iterator may call the group itself; the shards of a sub-group are split over its own ranks."""
+
+    def on_rank(group: Any) -> Any:
+        def each() -> Iterator[torch.Tensor]:
+            for k in group.shard_range(8):
+                group.all_reduce(x := torch.full((3,), float(k)))
+                yield x
+
+        group.all_reduce_shards(total := torch.empty(3), each(), 8)
+        part = group.new_group([1, 3])
+        if group.rank not in (1, 3):
+            return total.tolist(), None
+        mine = part.shard_range(4)
+        part.all_reduce_shards(own := torch.empty(3), [torch.full((3,), float(k)) for k in mine], 4)
+        return total.tolist(), (list(mine), own.tolist())
+
+    found = symcomm.spawn(on_rank, 4, mode="threads")
+    whole = 4.0 * sum(range(8))  # shards 0, 2, 4, 6 are added first, then 1, 3, 5, 7; and each on four ranks
+    assert [total for total, _ in found] == [[whole] * 3] * 4
+    assert [part for _, part in found] == [None, ([0, 1], [6.0] * 3), None, ([2, 3], [6.0] * 3)]
+
+
 def test_inputs_wait_for_operations_that_write_them():
     def on_rank(group: Any) -> torch.Tensor:
         x = torch.ones(1 << 20)

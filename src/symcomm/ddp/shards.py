@@ -280,10 +280,13 @@ class ShardedReducer(Reducer):
             before = self.backwards
             yield shard
             if (came := self.backwards - before) != 1:
-                self._forget_step()
-                raise self._faults.fault(
-                    f"{CALL}.shards: {came} backward passes ended in shard {shard}; run one of each shard's loss."
+                words = (
+                    self._missing(shard)
+                    if came == 0 and self._unfinished
+                    else (f"{came} backward passes ended in shard {shard}; run one of each shard's loss.")
                 )
+                self._forget_step()
+                raise self._faults.fault(f"{CALL}.shards: {words}")
             if self._in_backward:
                 self._forget_step()
                 raise self._faults.fault(
@@ -292,6 +295,13 @@ class ShardedReducer(Reducer):
                 )
         if not self.mine:
             self._take_part()
+
+    def _missing(self, shard: int) -> str:
+        names = ", ".join(self._faults.name(index) for index in range(len(self.params)) if index not in self._ready)
+        return (
+            f"no gradient came for {names} in shard {shard}; pass find_unused_parameters=True if shards may leave "
+            "parameters unused, or use all outputs of forward in the loss."
+        )
 
     def _take_part(self) -> None:
         """The step of a rank without shards."""
