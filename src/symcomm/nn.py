@@ -23,6 +23,8 @@ from symcomm.symm_mem.groups import find_group
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "parallelize", "sum_shards"]
 
+_not_compiled: Any = torch._disable_dynamo  # a compiled model calls these layers as they are
+
 
 class _Sum(torch.autograd.Function):
     @staticmethod
@@ -73,6 +75,7 @@ def _added(group: ProcessGroup, shards: int, parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
+@_not_compiled
 def sum_shards(parts: Sequence[Tensor], shards: int, group: Any = None) -> Tensor:
     """The sum of all logical shards, of which ``parts`` are this rank's; autograd goes through it.
 
@@ -124,6 +127,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather = gather
         self.biases = None if linear.bias is None else self._cut(linear.bias, 0)
 
+    @_not_compiled
     def forward(self, x: Tensor) -> Tensor:
         inputs = _Copies.apply(self.group, self.shards, len(self._mine), x)
         biases = [None] * len(self._mine) if self.biases is None else self.biases
@@ -145,6 +149,7 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(linear, shards, group, 1)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
 
+    @_not_compiled
     def forward(self, x: Tensor) -> Tensor:
         wanted = len(self._mine) * self.weights[0].shape[1]
         if x.shape[-1] != wanted:
