@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,26 @@ LIMITS = {"cgroup2": "cpu.max", "cgroup": "cpu.cfs_quota_us"}  # kind of file sy
 PERIOD = "cpu.cfs_period_us"  # in version 1; version 2 has the period in the same file
 
 
-def folders(proc: Path, kind: str, controller: str, file: str) -> Iterator[Path]:
-    """This process's control group and those above it, if they are mounted here and have ``file``."""
-    fields = [line.split(":", 2) for line in _lines(proc / "cgroup")]
+def folders(proc: Path, kind: str, controller: str, file: str) -> tuple[Path, ...]:
+    """This process's control group and those above it, if they are mounted here and have ``file``.
+
+    They are looked up once for each place and set of mounts: it takes milliseconds, and forks share the answer."""
+    try:
+        mounts = os.readlink(proc / "ns" / "mnt")
+    except OSError:
+        mounts = ""
+    return _look_up(proc, kind, controller, file, tuple(_lines(proc / "cgroup")), mounts)
+
+
+@functools.lru_cache(maxsize=64)
+def _look_up(
+    proc: Path, kind: str, controller: str, file: str, places: tuple[str, ...], _mounts: str
+) -> tuple[Path, ...]:
+    return tuple(_folders(proc, kind, controller, file, places))
+
+
+def _folders(proc: Path, kind: str, controller: str, file: str, places: Iterable[str]) -> Iterator[Path]:
+    fields = [line.split(":", 2) for line in places]
     place = next((f[2] for f in fields if len(f) == 3 and _is_named(kind, f[1], controller)), None)
     if place is None:
         return
