@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import re
 import time
 from pathlib import Path
 
@@ -58,6 +57,36 @@ def test_fixtures_and_parameters(group, number, factor, tmp_path):
     group.all_reduce(x)
     assert x.item() == 10 * factor
     (tmp_path / str(group.rank)).touch()
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A tensor of each rank's, and a note that its end was seen."""
+
+    @testing.per_rank
+    def make(group):
+        yield torch.full((2,), float(group.rank))
+        (tmp_path / f"over-{group.rank}").touch()
+
+    yield make
+    assert sorted(path.name for path in tmp_path.glob("over-*")) == ["over-0", "over-1"]
+
+
+@pytest.fixture
+def place():
+    return testing.per_rank(lambda group: f"{group.rank} of {group.size}")
+
+
+@testing.ranks(2)
+def test_fixtures_of_threads_that_each_rank_makes(group, own, place, number):
+    group.all_reduce(own)
+    assert own.tolist() == [1.0, 1.0] and place == f"{group.rank} of 2" and number == 5
+
+
+@testing.ranks(2, mode="processes")
+def test_fixtures_of_processes_that_each_rank_makes(group, own, place, number):
+    group.all_reduce(own)
+    assert own.tolist() == [1.0, 1.0] and place == f"{group.rank} of 2" and number == 5
 
 
 class TestInAClass:
@@ -120,50 +149,25 @@ def test_a_failure_shows_the_ranks_own_traceback(mode):
     assert f'File "{HERE}", line' in text and "in one_is_wrong" in text and "running.py" not in text
 
 
-FAILING = """
-from symcomm import testing
-
-@testing.ranks(2, mode="MODE")
-def test_it(group):
-    assert group.rank == 0, "not here"
-"""
-
-
-@pytest.mark.parametrize("mode", ["threads", "processes"])
-def test_pytest_shows_the_ranks_tracebacks_and_nothing_of_the_kit(mode, tmp_path):
-    (tmp_path / "test_it.py").write_text(FAILING.replace("MODE", mode))
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "test_it.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and "rank 1 raised:" in done.stdout and "not here" in done.stdout, done.stdout
-    assert "running.py" not in done.stdout and "decorator.py" not in done.stdout and "tracebackhide" not in done.stdout
-
-
 def one_never_comes(group):
     group.barrier()
     if group.rank == 1:
-        time.sleep(100)
+        time.sleep(4)  # a thread cannot be ended
     group.barrier()
 
 
-def test_a_hang_says_who_waits_for_whom():
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_a_hang_says_who_waits_for_whom_and_where(mode):
+    """Once; then it shows where each rank is."""
     with pytest.raises(RanksFailed) as failed:
-        run(one_never_comes, 2, mode="processes", deadline=2.0, timeout=50.0)
-    assert [end.kind for end in failed.value.ends] == ["stuck", "stuck"]
-    assert "rank 1 has not called barrier #2" in str(failed.value)
-    assert "in one_never_comes" in str(failed.value)
-
-
-def test_a_hang_of_threads_shows_where_they_are():
-    with pytest.raises(RanksFailed) as failed:
-        run(waits_a_little, 2, mode="threads", deadline=0.5, timeout=1.0)
-    stuck = [end for end in failed.value.ends if end.kind == "stuck"]
-    assert [end.rank for end in stuck] == [0, 1] and "in waits_a_little" in stuck[1].text
-
-
-def waits_a_little(group):
-    if group.rank == 1:
-        time.sleep(2.5)
-    group.barrier()
+        run(one_never_comes, 3, mode=mode, deadline=1.5, timeout=50.0)
+    ends = failed.value.ends
+    assert [end.kind for end in ends] == ["stuck"] * 3 and all("in one_never_comes" in end.text for end in ends)
+    sentence = (
+        r"rank 1 has not called barrier #2 \(world\), which ranks 0, 2 called at .*test_ranks.py:\d+; it is at .*"
+    )
+    assert re.match(sentence + r"test_ranks.py:\d+ in one_never_comes\.\n", ends[0].text)
+    assert str(failed.value).count("has not called") == 1 and "running.py" not in str(failed.value)
 
 
 def one_dies(group):

@@ -162,9 +162,12 @@ class Interception:
 def _signature(kind: type, method: str) -> inspect.Signature | None:
     """The method's own signature, past subclasses that only pass ``**kwargs`` on; None where C++ defines it."""
     every = [vars(base)[method] for base in kind.__mro__ if inspect.isfunction(vars(base).get(method))]
-    signatures = [inspect.signature(function) for function in every]
+    signatures = [_signature_of(function) for function in every]
     named = (s for s in signatures if all(p.kind is not p.VAR_KEYWORD for p in s.parameters.values()))
     return next(named, signatures[0] if signatures else None)
+
+
+_signature_of = functools.lru_cache(1024)(inspect.signature)
 
 
 def _bound(signature: inspect.Signature, owner: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ decorator.py  ``ranks``, for pytest
 
 from symcomm.testing.decorator import ranks
 from symcomm.testing.faults import Fault, Faults, every_fault
-from symcomm.testing.running import RanksFailed, run
+from symcomm.testing.running import RanksFailed, per_rank, run
 from symcomm.testing.schedule import Schedule
 
-__all__ = ["Fault", "Faults", "RanksFailed", "Schedule", "every_fault", "ranks", "run"]
+__all__ = ["Fault", "Faults", "RanksFailed", "Schedule", "every_fault", "per_rank", "ranks", "run"]

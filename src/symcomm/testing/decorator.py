@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import multiprocessing
 import pdb
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,10 @@ from symcomm.testing.faults import Faults
 from symcomm.testing.running import DEADLINE, Skip, run
 from symcomm.testing.schedule import Schedule
 
-pdb_rank: int | None = None  # as --symcomm-pdb says
+ANY = -1
+DEBUGGING = 86400.0  # seconds that a test has while a debugger may be open
+pdb_rank: int | None = None  # as --symcomm-pdb says; ANY: the first that raises, as --pdb says
+_screen: Any = multiprocessing.get_context("fork").Lock()  # one debugger at a time
 
 
 def ranks(
@@ -55,10 +59,12 @@ def ranks(
             __tracebackhide__ = True
             count = given.pop(COUNT, counts[0])
             body = functools.partial(_with_self, test, args) if args else test
+            debugs = pdb_rank is not None
             try:
                 run(
-                    body, count, given, mode=mode, backend=backend, deadline=deadline, timeout=timeout, faults=faults,
-                    schedule=schedule, on_error=debug if pdb_rank is not None else None,
+                    body, count, given, mode=mode, backend=backend, deadline=DEBUGGING if debugs else deadline,
+                    timeout=DEBUGGING if debugs else timeout, faults=faults, schedule=schedule,
+                    on_error=debug if debugs else None,
                 )  # fmt: skip
             except Skip as skip:
                 import pytest
@@ -88,9 +94,15 @@ def _with_self(test: Callable[..., None], args: tuple[Any, ...], group: Any, **g
 
 def debug(rank: int, error: BaseException) -> None:
     """The debugger, at what a rank raised, on the terminal."""
-    if rank == pdb_rank:
+    if pdb_rank not in (rank, ANY) or not _screen.acquire(block=pdb_rank != ANY):
+        return
+    try:
         with open("/dev/tty") as keys, open("/dev/tty", "w") as screen:
             print(f"rank {rank}: {type(error).__name__}: {error}", file=screen)
             debugger = pdb.Pdb(stdin=keys, stdout=screen)
             debugger.reset()
             debugger.interaction(None, error.__traceback__ or sys.exc_info()[2])
+    except OSError:  # no terminal
+        pass
+    finally:
+        _screen.release()

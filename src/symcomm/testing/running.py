@@ -6,9 +6,12 @@ shows the rank's own traceback; for ranks that do not end it says who waits for 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
+import inspect
+import itertools
 import os
 import pickle
 import pkgutil
@@ -18,19 +21,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from symcomm import errors
 from symcomm.group.spawn import spawn
+from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.testing.faults import Fault, Faults, Killed, happen, happen_in_thread
 from symcomm.testing.schedule import Schedule
 
 DEADLINE = 60.0
 GRACE = 5.0  # seconds that the others have, once a rank has failed
 PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
 MODES, BACKENDS = ("threads", "processes"), ("symcomm", "gloo")
 
 
@@ -58,6 +63,21 @@ class RanksFailed(AssertionError):
 
 class Skip(Exception):
     """A rank skipped the test."""
+
+
+@dataclass(frozen=True)
+class per_rank:
+    """What a fixture returns so that each rank has a value of its own: ``make(group)``, called in the rank. If it is a
+    generator, it yields the value, and goes on when the rank has ended.
+
+    Raises: nothing; what ``make`` raises fails the rank."""
+
+    make: Callable[[Any], Any]
+
+    def enter(self, group: Any, stack: contextlib.ExitStack) -> Any:
+        if inspect.isgeneratorfunction(self.make):
+            return stack.enter_context(contextlib.contextmanager(self.make)(group))
+        return self.make(group)
 
 
 @dataclass
@@ -123,7 +143,9 @@ def _perform(setting: _Setting, rank: int, group: Any, happens: Callable[[Fault]
             setting.schedule.attach(group, rank)
         calls = setting.faults.attach(group, rank, happens)
     try:
-        setting.test(group, **setting.given)
+        with contextlib.ExitStack() as stack:
+            own = {name: v.enter(group, stack) for name, v in setting.given.items() if isinstance(v, per_rank)}
+            setting.test(group, **{**setting.given, **own})
     except Killed:
         return End(rank, "killed", calls=calls())
     except BaseException as error:
@@ -158,31 +180,53 @@ def _run_threads(setting: _Setting) -> list[End]:
     except (_Ended, errors.SymcommError) as error:
         if not ends and not isinstance(error, errors.DeadlineError):
             raise RanksFailed(str(error)) from error
-    return [ends.get(r) or End(r, "stuck", text=_where_thread(r)) for r in range(setting.n)]
+    hung = [r for r in range(setting.n) if r not in ends]
+    if hung:
+        sentence, _ = _look([os.getpid()])
+        ends |= _stuck(hung, sentence, {rank: _where_thread(rank) for rank in hung})
+    return [ends[r] for r in range(setting.n)]
 
 
 def _where_thread(rank: int) -> str:
     name = f"symcomm-rank-{rank}"
-    ident = next((t.ident for t in threading.enumerate() if t.name == name), None)
+    ident = next((t.ident for t in reversed(threading.enumerate()) if t.name == name), None)
     frame = sys._current_frames().get(ident) if ident is not None else None
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+    shown = traceback.extract_stack(frame) if frame is not None else []
+    ours = [at for at, one in enumerate(shown) if one.filename == __file__]
+    return "".join(traceback.format_list(shown[ours[-1] + 1 if ours else 0 :]))  # from the test on
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+@functools.cache
 def _load() -> None:
     """Once in this process, what every fork would load and look up for itself."""
-    spawn(lambda group: group.barrier(), 1, mode="threads")
     for name in LOADED:
         importlib.import_module(name)
-    if importlib.util.find_spec("torch") is None:
-        return
-    for name in LOADED_WITH_TORCH:
-        package = importlib.import_module(name)
-        for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
-            importlib.import_module(f"{name}.{module.name}")
+    if _has_torch():
+        for name in LOADED_WITH_TORCH:
+            package = importlib.import_module(name)
+            for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
+                importlib.import_module(f"{name}.{module.name}")
+    spawn(_look_up, 1, mode="threads")
+
+
+def _look_up(group: Any) -> None:
+    Faults(counts=True).attach(group, 0, happen_in_thread)
+    group.barrier()
+    if "torch" in sys.modules:
+        import torch
+
+        from symcomm.torch_backend import versions
+
+        group.all_reduce(torch.zeros(1))
+        versions.functional_operators(("all_gather_into_tensor_out", "batch_p2p_ops"))
 
 
 LOADED = ("symcomm.store.file", "symcomm.group.default", "symcomm.group.hook_classes", "symcomm.windows.hosts")
@@ -212,6 +256,7 @@ def _run_processes(setting: _Setting) -> list[End]:
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)  # a zombie, at least: nobody has waited for it
+        for pid in pids:
             os.waitpid(pid, 0)
         for receiver in receivers:
             receiver.close()
@@ -221,7 +266,7 @@ def _run_processes(setting: _Setting) -> list[End]:
 def _live(setting: _Setting, rank: int, file: int, sender: Any, parent: int) -> None:
     """A fork's whole life."""
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         n = str(setting.n)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
@@ -245,7 +290,7 @@ def _live(setting: _Setting, rank: int, file: int, sender: Any, parent: int) -> 
 
 
 def _join(setting: _Setting, rank: int, path: str) -> Any:
-    if importlib.util.find_spec("torch") is None:
+    if not _has_torch():
         from symcomm.group.default import join_ranks, set_default
         from symcomm.group.factory import make_group
         from symcomm.store import FileStore
@@ -282,7 +327,7 @@ def _watch(setting: _Setting, pids: Sequence[int], receivers: Sequence[Connectio
             if isinstance(told, End):
                 ends[rank] = told
                 del waiting[ready]  # type: ignore[arg-type]
-                if told.kind in ("raised", "died"):
+                if told.kind in ("raised", "died") and setting.on_error is None:  # else another may be in a debugger
                     end = min(end, time.monotonic() + GRACE)
             else:
                 stopped[pids[rank]] = time.monotonic() + told
@@ -290,8 +335,7 @@ def _watch(setting: _Setting, pids: Sequence[int], receivers: Sequence[Connectio
             os.kill(pid, signal.SIGCONT)
             del stopped[pid]
     if waiting:
-        hung = sorted(waiting.values())
-        ends |= _where_processes(hung, pids)
+        ends |= _stuck(sorted(waiting.values()), *_look(pids))
     return [ends[rank] for rank in range(setting.n)]
 
 
@@ -309,8 +353,8 @@ def _read(setting: _Setting, rank: int, pid: int, receiver: Any) -> End | float:
         return End(rank, "died", text=errors.format_exit(code))
 
 
-def _where_processes(hung: Sequence[int], pids: Sequence[int]) -> dict[int, End]:
-    """Where the ranks that did not end are, with the sentence that says why."""
+def _look(pids: Sequence[int]) -> tuple[str, dict[int, str]]:
+    """The sentence that says why ranks do not end, and where each is."""
     from symcomm.observe.analysis.verdict import judge
     from symcomm.observe.top.ask import format_stacks
     from symcomm.observe.top.jobs import JobFacts
@@ -319,8 +363,17 @@ def _where_processes(hung: Sequence[int], pids: Sequence[int]) -> dict[int, End]
     try:
         trace = look(JobFacts("test", list(pids)))
         sentence = judge(trace, patience=0.0).sentence
-        stacks = {rank: format_stacks(one.stacks[:1]) for rank, one in trace.ranks.items()}
     except errors.SymcommError as error:
-        sentence, stacks = str(error), {}
-    said = {rank: f"{sentence}\n{stacks.get(rank, '')}" for rank in hung}
-    return {rank: End(rank, "stuck", text=text) for rank, text in said.items()}
+        return str(error), {}
+    return sentence, {
+        rank: format_stacks([_from_the_test_on(s) for s in one.stacks[:1]]) for rank, one in trace.ranks.items()
+    }
+
+
+def _from_the_test_on(stack: ThreadStack) -> ThreadStack:
+    return replace(stack, frames=tuple(itertools.takewhile(lambda frame: frame.file != __file__, stack.frames)))
+
+
+def _stuck(hung: Sequence[int], sentence: str, places: Mapping[int, str]) -> dict[int, End]:
+    """The ends of ranks that did not end. The sentence is about all of them, so the first has it."""
+    return {r: End(r, "stuck", text=f"{sentence}\n" * (r == hung[0]) + places.get(r, "")) for r in hung}
