@@ -243,6 +243,40 @@ def test_under_launchers(launcher, tmp_path):
     ]
 
 
+CELL = """\
+import numpy, time, symcomm
+
+def next_batch():
+    time.sleep(4)
+
+def work(group):
+    if group.rank == 1:
+        next_batch()
+    group.all_reduce(numpy.ones(4))
+
+symcomm.spawn(work, 2, mode=MODE)
+"""
+
+
+def test_in_a_notebook(tmp_path, monkeypatch):
+    """It stands below the cell, and names lines of cells; also where ranks are processes, which have no notebook."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # where it is set, ipykernel does not show what other processes write
+    nbclient = pytest.importorskip("nbclient", reason="notebooks are run by nbclient (pip install nbclient ipykernel)")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("cloudpickle")
+    nbformat = pytest.importorskip("nbformat")
+    cells = [f"MODE = {mode!r}\n{CELL}" for mode in ("threads", "processes")]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=90, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for number, cell in enumerate(notebook.cells, 1):
+        told = [exact(line) for out in cell.outputs for line in out.get("text", "").splitlines() if "symcomm: " in line]
+        assert told == [
+            f"symcomm: rank 0 has waited N s in all_reduce(float64 x 4, SUM) #1 on group 'world' at In [{number}]:10 "
+            f"for rank 1 (pid N), which is at In [{number}]:5 in next_batch.",
+            "symcomm: all_reduce(float64 x 4, SUM) #1 on group 'world' goes on: rank 1 came after N s.",
+        ]
+
+
 def test_a_bad_setting(monkeypatch):
     monkeypatch.setenv("SYMCOMM_HANG_SECONDS", "soon")
     with pytest.raises(symcomm.errors.BadArgumentError, match="SYMCOMM_HANG_SECONDS must be a number of seconds, or 0"):
