@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import statistics
 import sys
 import time
@@ -62,6 +63,12 @@ def joined(backend: str) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 class Outcomes:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import tests.programs
 from symcomm.bench.noise import Neighbours, live_beside
-from tests.programs.frame import FOLDER, Part, read
+from tests.programs.frame import FOLDER, Part, free_port, read
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "integrations.md"
@@ -38,8 +38,9 @@ LAST = 1500  # characters of what a program wrote, when it failed
 
 @dataclass(frozen=True)
 class Program:
-    """What a program's file says of it. ``launch``: the words after the environment's Python, those of a launcher, or
-    none for a program that starts its ranks itself. ``environment``: programs whose pins agree share one."""
+    """What a program's file says of it. ``launch``: the words after the environment's Python, those of a launcher (with
+    ``{ranks}``, and ``{port}`` for a free one), or none for a program that starts its ranks itself. ``environment``:
+    programs whose pins agree share one."""
 
     name: str
     version: str
@@ -95,7 +96,7 @@ def run_once(program: Program, python: Path, backend: str) -> tuple[dict[str, li
         path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
         environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "PATH": path, FOLDER: folder}
         environ |= {"OMP_NUM_THREADS": "1", **dict(program.environ)}
-        launch = [word.format(ranks=program.ranks) for word in program.launch]
+        launch = [word.format(ranks=program.ranks, port=free_port()) for word in program.launch]
         command = [str(python), *launch, program.module, f"tests.programs.{program.name}", backend]
         with open(Path(folder) / "output", "w+") as output:
             process = subprocess.Popen(
