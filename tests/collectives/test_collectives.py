@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import symcomm
-from symcomm import errors
+from symcomm import errors, testing
 from symcomm.collectives.select import Limits
 from symcomm.group.factory import make_group
 from symcomm.group.process_group import ProcessGroup
@@ -91,7 +91,8 @@ def reduced(dtype: DType, op: RedOpType, world: int, count: int, seed: int = 0) 
 # --- reductions ----------------------------------------------------------------------------------------------
 
 
-def _all_dtypes_and_ops(g: ProcessGroup) -> None:
+@testing.ranks(WORLDS, deadline=100)
+def test_every_dtype_and_operation(g: ProcessGroup):
     two_shot = variant(g, LIMITS["two-shot"])
     for dtype, op in DEFINED:
         if op == RedOpType.PREMUL_SUM:
@@ -113,11 +114,6 @@ def _all_dtypes_and_ops(g: ProcessGroup) -> None:
             op,
             "reduce_scatter",
         )
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_dtype_and_operation(world: int):
-    threads(_all_dtypes_and_ops, world)
 
 
 COUNTS = (0, 1, 3, 127, 2049, 20_001)
@@ -174,7 +170,8 @@ def test_reduce_scatter(world: int):
     processes(_reduce_scatter, world)
 
 
-def _premultiplied(g: ProcessGroup) -> None:
+@testing.ranks([1, 2, 5])
+def test_premultiplied_sums(g: ProcessGroup):
     for dtype in (DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.INT32):
         sources = inputs_of(dtype, g.size, 50)
         factors = [3, torch.arange(50).to(torch_dtype(dtype))] + ([0.5] if dtype != DType.INT32 else [])
@@ -186,11 +183,6 @@ def _premultiplied(g: ProcessGroup) -> None:
         t = torch.zeros(10, dtype=torch_dtype(dtype))
         g.reduce_scatter_single(t[:1], torch.ones(g.size, dtype=t.dtype), symcomm.make_premul_sum(2))
         assert t[0].item() == 2 * g.size
-
-
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_premultiplied_sums(world: int):
-    threads(_premultiplied, world)
 
 
 # --- copies --------------------------------------------------------------------------------------------------
@@ -284,7 +276,8 @@ def test_all_to_all(world: int):
     processes(_uneven, world)
 
 
-def _in_each_others_way(g: ProcessGroup) -> None:
+@testing.ranks([1, 2, 3, 4])
+def test_outputs_that_lie_on_inputs(g: ProcessGroup):
     """Outputs on inputs: pieces of other sizes are exchanged, or stand elsewhere in a list; a tensor moves by one."""
     n, r, rng = g.size, g.rank, random.Random(7)
     for count in (3, 5000):
@@ -310,12 +303,8 @@ def _in_each_others_way(g: ProcessGroup) -> None:
         assert torch.equal(x[1:], torch.arange(99_999.0)), call.__name__
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_outputs_that_lie_on_inputs(world: int):
-    threads(_in_each_others_way, world)
-
-
-def _coalesced(g: ProcessGroup) -> None:
+@testing.ranks([1, 3])
+def test_coalesced(g: ProcessGroup):
     tensors = [torch.ones(3), torch.ones(5, dtype=torch.int64), torch.ones(0)]
     g.all_reduce_coalesced(tensors)
     assert [t.tolist() for t in tensors] == [[g.size] * 3, [g.size] * 5, []]
@@ -329,11 +318,6 @@ def _coalesced(g: ProcessGroup) -> None:
     g.all_reduce_coalesced([])
     with pytest.raises(errors.BadArgumentError, match="outputs must be as many as inputs"):
         g.all_gather_coalesced([out], [])
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_coalesced(world: int):
-    threads(_coalesced, world)
 
 
 # --- what may be passed --------------------------------------------------------------------------------------
@@ -471,7 +455,8 @@ BAD = {
 }  # fmt: skip
 
 
-def _refused(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_bad_arguments_get_one_sentence_and_leave_the_group_usable(g: ProcessGroup):
     t = torch.ones(3)
     g.all_reduce(t)  # so that the short cut is there for float32 x 3
     for name, (call, words) in BAD.items():
@@ -483,10 +468,6 @@ def _refused(g: ProcessGroup) -> None:
         assert t.tolist() == [2.0] * 3, name
     g.barrier(timeout=float("inf"))
     g.barrier(timeout=1e9)
-
-
-def test_bad_arguments_get_one_sentence_and_leave_the_group_usable():
-    threads(_refused, 2)
 
 
 # --- real processes ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import symcomm
-from symcomm import errors
+from symcomm import errors, testing
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import run_group
 
@@ -28,7 +28,8 @@ def threads(fn: Callable, n: int, *args: object, timeout: float = 20) -> list:
     return symcomm.spawn(fn, n, args, mode="threads", timeout=timeout, deadline=60)
 
 
-def _in_order(g: ProcessGroup) -> None:
+@testing.ranks([1, 2, 4])
+def test_order_with_blocking_calls(g: ProcessGroup):
     """Asynchronous and blocking calls, mixed, take effect in the order they were made."""
     t = torch.ones(5000)
     for step in range(200):
@@ -46,12 +47,8 @@ def _in_order(g: ProcessGroup) -> None:
     assert a.unique().tolist() == [float(g.size)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_order_with_blocking_calls(world: int):
-    threads(_in_order, world)
-
-
-def _many_in_flight(g: ProcessGroup) -> None:
+@testing.ranks(3)
+def test_many_in_flight_and_dropped(g: ProcessGroup):
     tensors = [torch.full((257,), float(i)) for i in range(2000)]
     works = [g.all_reduce(t, async_op=True) for t in tensors]
     assert all(w.wait() for w in reversed(works))
@@ -63,11 +60,8 @@ def _many_in_flight(g: ProcessGroup) -> None:
     assert len(g.pending) < 600
 
 
-def test_many_in_flight_and_dropped():
-    threads(_many_in_flight, 3)
-
-
-def _strided(g: ProcessGroup) -> None:
+@testing.ranks(3)
+def test_results_of_strided_tensors(g: ProcessGroup):
     base = torch.ones(1000, 2)
     work = g.all_reduce(base[:, 0], async_op=True)
     assert work.wait()
@@ -80,11 +74,8 @@ def _strided(g: ProcessGroup) -> None:
     assert base[:, 1].unique().tolist() == [g.size]
 
 
-def test_results_of_strided_tensors():
-    threads(_strided, 3)
-
-
-def _strided_behind_others(g: ProcessGroup) -> None:
+@testing.ranks([1, 2, 3])
+def test_results_of_strided_tensors_behind_operations_that_write_them(g: ProcessGroup):
     """A copy of what an operation that still stands in the queue writes is made once that has run."""
     x = torch.empty(64, 64)
     for known in range(4):
@@ -104,12 +95,8 @@ def _strided_behind_others(g: ProcessGroup) -> None:
         assert rows.sum().item() == 512 * sum(range(1, g.size + 1))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_results_of_strided_tensors_behind_operations_that_write_them(world: int):
-    threads(_strided_behind_others, world)
-
-
-def _waiting(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_wait_with_a_timeout_that_is_enough_and_one_that_is_not(g: ProcessGroup):
     t = torch.ones(10)
     if g.rank == 0:
         work = g.all_reduce(t, async_op=True)
@@ -132,11 +119,8 @@ def _waiting(g: ProcessGroup) -> None:
             g.all_reduce(t)
 
 
-def test_wait_with_a_timeout_that_is_enough_and_one_that_is_not():
-    threads(_waiting, 2)
-
-
-def _futures(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_futures_and_callbacks(g: ProcessGroup):
     t = torch.full((1000,), 2.0)
     future = g.all_reduce(t, async_op=True).get_future()
     assert isinstance(future, torch.futures.Future)
@@ -151,10 +135,6 @@ def _futures(g: ProcessGroup) -> None:
     work.add_done_callback(lambda: called.append("third"))  # at once
     assert called[-1] == "third"
     assert work.get_future().wait()[0] is t
-
-
-def test_futures_and_callbacks():
-    threads(_futures, 2)
 
 
 def test_futures_without_torch():
@@ -203,7 +183,8 @@ def test_errors_come_out_of_wait_and_the_future():
     assert isinstance(outcomes[1].error, errors.CollectiveMismatchError)
 
 
-def _several_groups(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_several_groups_from_several_threads(g: ProcessGroup):
     groups = [g.split(0, name=f"g{i}") for i in range(4)]
     problems: list[BaseException] = []
 
@@ -226,11 +207,8 @@ def _several_groups(g: ProcessGroup) -> None:
     assert not problems, problems
 
 
-def test_several_groups_from_several_threads():
-    threads(_several_groups, 2)
-
-
-def _threads_submit(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_threads_that_submit_at_once(g: ProcessGroup):
     """Three threads of a rank submit to one group and drop the works: none may be lost while it runs."""
     sums: list[torch.Tensor] = []
 
@@ -249,10 +227,6 @@ def _threads_submit(g: ProcessGroup) -> None:
     gc.collect()
     g.barrier()
     assert len(sums) == 18 and all(tensor.unique().tolist() == [float(g.size)] for tensor in sums)
-
-
-def test_threads_that_submit_at_once():
-    threads(_threads_submit, 2)
 
 
 def _destroy_with_pending(g: ProcessGroup) -> float:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import symcomm
-from symcomm import errors
+from symcomm import errors, testing
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import attempt, run_group
 from tests.support.ranks import die, returned
@@ -50,7 +50,8 @@ def check_pieces(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> N
     assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True)), (outputs, expected)
 
 
-def _values(g: ProcessGroup) -> None:
+@testing.ranks([1, 2, 4])
+def test_values(g: ProcessGroup):
     under_way = []
     for seed in range(30):
         work, outputs, expected = exchange(g, seed, bool(seed % 2))
@@ -66,11 +67,6 @@ def _values(g: ProcessGroup) -> None:
     work, outputs, expected = exchange(g, 99, True)
     assert work.get_future().wait() == outputs
     check_pieces(outputs, expected)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_values(world: int):
-    threads(_values, world)
 
 
 def _late(g: ProcessGroup) -> str:
@@ -90,7 +86,8 @@ def test_a_call_returns_though_another_rank_comes_after_it():
     assert returned(run_group(_late, 2, timeout=10)) == ["done"] * 2
 
 
-def _nobody_waits(g: ProcessGroup) -> None:
+@testing.ranks(3)
+def test_the_groups_thread_runs_what_nobody_waits_for(g: ProcessGroup):
     work, outputs, expected = exchange(g, 3, True)
     del work
     gc.collect()
@@ -98,10 +95,6 @@ def _nobody_waits(g: ProcessGroup) -> None:
     while not all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True)):
         assert time.monotonic() < deadline
         time.sleep(0.001)
-
-
-def test_the_groups_thread_runs_what_nobody_waits_for():
-    threads(_nobody_waits, 3)
 
 
 def _with_gaps(g: ProcessGroup) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import symcomm
+from symcomm import testing
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import attempt, run_group
 from tests.support.ranks import returned
@@ -73,7 +74,8 @@ def test_who_waits_at_once_runs_the_operation_without_python():
     threads(_every_call)
 
 
-def _values(g: ProcessGroup) -> None:
+@testing.ranks([1, 2, 4])
+def test_results_of_calls_that_the_core_queues(g: ProcessGroup):
     mine, got = torch.empty(6), torch.empty(6 * g.size)
     outputs = [torch.empty(6) for _ in range(g.size)]
     for step in range(50):
@@ -88,12 +90,8 @@ def _values(g: ProcessGroup) -> None:
         assert total.tolist() == [sum(r + step for r in range(g.size))] * 7
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_results_of_calls_that_the_core_queues(world: int):
-    threads(_values, world)
-
-
-def _in_flight(g: ProcessGroup) -> None:
+@testing.ranks(3)
+def test_waiting_for_the_last_runs_all_before_it(g: ProcessGroup):
     tensors = [torch.full((300,), float(i)) for i in range(40)]
     for t in tensors:
         g.all_reduce(t, async_op=True).wait()
@@ -109,11 +107,8 @@ def _in_flight(g: ProcessGroup) -> None:
     assert counted(g, all_at_once)["short"] == 40
 
 
-def test_waiting_for_the_last_runs_all_before_it():
-    threads(_in_flight, 3)
-
-
-def _dropped(g: ProcessGroup) -> None:
+@testing.ranks(3)
+def test_the_groups_thread_runs_what_nobody_waits_for(g: ProcessGroup):
     t = torch.ones(100)
     for _ in range(12):
         g.all_reduce(t, "max", async_op=True).wait()
@@ -123,10 +118,6 @@ def _dropped(g: ProcessGroup) -> None:
     while t[0].item() != g.size - 1 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert t.tolist() == [g.size - 1.0] * 100
-
-
-def test_the_groups_thread_runs_what_nobody_waits_for():
-    threads(_dropped, 3)
 
 
 def _late(g: ProcessGroup) -> None:
@@ -147,7 +138,8 @@ def test_the_groups_thread_runs_what_is_waited_for_late():
     threads(_late)
 
 
-def _with_gaps(g: ProcessGroup) -> None:
+@testing.ranks(3)
+def test_results_that_are_copied_back(g: ProcessGroup):
     base = torch.zeros(50, 2)
     for step in range(20):
         base.fill_(step)
@@ -158,11 +150,8 @@ def _with_gaps(g: ProcessGroup) -> None:
         assert work.wait() and base.tolist() == [[step * g.size, step]] * 50
 
 
-def test_results_that_are_copied_back():
-    threads(_with_gaps, 3)
-
-
-def _two_waiters(g: ProcessGroup) -> None:
+@testing.ranks(3)
+def test_two_threads_wait_for_two_works(g: ProcessGroup):
     for step in range(100):
         a, b = torch.full((64,), float(step)), torch.full((65,), float(step + 1))
         first, second = g.all_reduce(a, async_op=True), g.all_reduce(b, async_op=True)
@@ -172,10 +161,6 @@ def _two_waiters(g: ProcessGroup) -> None:
         other.join()
         assert a[0].item() == step * g.size and b[0].item() == (step + 1) * g.size
     g.barrier()
-
-
-def test_two_threads_wait_for_two_works():
-    threads(_two_waiters, 3)
 
 
 def _behind(g: ProcessGroup) -> None:

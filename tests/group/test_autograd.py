@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import symcomm
-from symcomm import errors, symm_mem
+from symcomm import errors, symm_mem, testing
 from symcomm._core import native
 from symcomm.group import torch_layout
 from symcomm.group.buffers import torch_dtypes
@@ -179,7 +179,8 @@ def test_a_thread_may_keep_versions_while_it_calls(hosts: list[int] | None):
     symcomm.spawn(_kept, WORLD, mode="threads", hosts=hosts, timeout=20, deadline=60)
 
 
-def _views(g: ProcessGroup) -> None:
+@testing.ranks(WORLD, timeout=20, deadline=60)
+def test_what_is_written_through_a_view_counts_for_all_of_its_memory(g: ProcessGroup):
     base = torch.ones(6)
     results = saved([base, base[:3], base[2:]])
     g.all_reduce(base[4:])
@@ -187,10 +188,6 @@ def _views(g: ProcessGroup) -> None:
     results = saved([base[:2]])
     g.all_reduce(base)
     must_be_noticed(results, "the base was written")
-
-
-def test_what_is_written_through_a_view_counts_for_all_of_its_memory():
-    symcomm.spawn(_views, WORLD, mode="threads", timeout=20, deadline=60)
 
 
 def _without_counter(g: ProcessGroup) -> None:
@@ -352,7 +349,8 @@ def test_a_window_tells_autograd_when_what_was_put_is_there(hosts: list[int] | N
     symcomm.spawn(_windows, WORLD, (owning,), mode="threads", hosts=hosts, timeout=20, deadline=60)
 
 
-def _own_plan(g: ProcessGroup) -> None:
+@testing.ranks(WORLD, timeout=20, deadline=60)
+def test_plans_of_callers_own_tell_autograd(g: ProcessGroup):
     from symcomm import collectives
 
     plan = collectives.all_reduce(g.rank, g.size, 3, symcomm.DType.FLOAT32, RedOpType.SUM, limits=g.plan_limits)
@@ -365,10 +363,6 @@ def _own_plan(g: ProcessGroup) -> None:
                 work.wait()
 
         check(Case(lambda: None, [out], [x]), act, "run_plan")
-
-
-def test_plans_of_callers_own_tell_autograd():
-    symcomm.spawn(_own_plan, WORLD, mode="threads", timeout=20, deadline=60)
 
 
 # --- what autograd refuses --------------------------------------------------------------------------------------------
@@ -432,7 +426,8 @@ def test_a_refusal_on_one_rank_leaves_the_others_their_results(hosts: list[int] 
     symcomm.spawn(_refused_on_one, WORLD, mode="threads", hosts=hosts, timeout=20, deadline=60)
 
 
-def _no_leaves(g: ProcessGroup) -> None:
+@testing.ranks(WORLD, timeout=20, deadline=60)
+def test_outputs_that_were_computed_lose_their_history(g: ProcessGroup):
     for kind in ("plain", "view"):
         for _ in range(2):
             x = torch.ones(3, requires_grad=True)
@@ -444,7 +439,3 @@ def _no_leaves(g: ProcessGroup) -> None:
     x = torch.ones(4, requires_grad=True)
     with pytest.raises(errors.OutputRefusedError, match="a view of a leaf Variable"):
         g.all_gather([x[:2], x[2:]], torch.ones(2))
-
-
-def test_outputs_that_were_computed_lose_their_history():
-    symcomm.spawn(_no_leaves, WORLD, mode="threads", timeout=20, deadline=60)

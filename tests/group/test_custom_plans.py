@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import symcomm
-from symcomm import errors
+from symcomm import errors, testing
 from symcomm.collectives import Collective, Need, Plan
 from symcomm.collectives.plan import ALL, At, Copy, Loop, Reduce, Signal, Space, Wait
 from symcomm.group.process_group import ProcessGroup
@@ -33,7 +33,8 @@ def ring(rank: int, world: int, count: int) -> Plan:
     return plan
 
 
-def _turns(g: ProcessGroup) -> None:
+@testing.ranks([1, 2, 3], timeout=20, deadline=100)
+def test_values(g: ProcessGroup):
     plan, before = ring(g.rank, g.size, 1000), float((g.rank - 1) % g.size)
     symmetric = torch.frombuffer(g.arena.buffer(4000), dtype=torch.float32)
     for source in (torch.zeros(1000), torch.zeros(2000)[::2], symmetric):
@@ -44,11 +45,6 @@ def _turns(g: ProcessGroup) -> None:
             work = g.run_plan("ring", plan, source, target.zero_(), async_op=True)
             assert work is not None and work.result()[0] is target and target.tolist() == [before] * 1000
     assert g.call_stats()["collectives"]["long"] >= 12
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_values(world: int):
-    symcomm.spawn(_turns, world, mode="threads", timeout=20, deadline=100)
 
 
 PIECE = 4096
@@ -142,7 +138,8 @@ BAD: dict[str, tuple[Callable[[ProcessGroup, torch.Tensor], tuple], str]] = {
 }  # fmt: skip
 
 
-def _refused(g: ProcessGroup) -> None:
+@testing.ranks(2, timeout=20, deadline=100)
+def test_what_is_refused(g: ProcessGroup):
     for which, (make, words) in BAD.items():
         with pytest.raises(errors.BadArgumentError, match=words) as caught:
             g.run_plan("mine", *make(g, torch.ones(4)))
@@ -153,10 +150,6 @@ def _refused(g: ProcessGroup) -> None:
     out = torch.zeros(4)
     g.run_plan("mine", _copy(g), torch.ones(4), out)
     assert out.tolist() == [1.0] * 4
-
-
-def test_what_is_refused():
-    symcomm.spawn(_refused, 2, mode="threads", timeout=20, deadline=100)
 
 
 def _differ(g: ProcessGroup, how: str) -> None:

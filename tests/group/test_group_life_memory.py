@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import symcomm
-from symcomm import errors
+from symcomm import errors, testing
 from symcomm._core import native
 from symcomm.collectives import all_reduce
 from symcomm.collectives.plan import At, Collective, Copy, Plan, Space
@@ -204,13 +204,10 @@ def test_a_plan_must_not_write_where_another_rank_stages():
         native.make_plan(plan.encode())
 
 
-def _many_kinds(group: ProcessGroup) -> None:
+@testing.ranks(1, deadline=60)
+def test_any_number_of_kinds_of_calls(group: ProcessGroup):
     """More kinds of calls than the core remembers, so that its table grows, and starts anew."""
     for count in [*range(1, 3300), *range(1, 50)]:
         values = torch.ones(count)
         group.all_reduce(values)
         assert values[-1].item() == group.size
-
-
-def test_any_number_of_kinds_of_calls():
-    symcomm.spawn(_many_kinds, 1, mode="threads", deadline=60)

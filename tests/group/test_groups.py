@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import symcomm
-from symcomm import errors
+from symcomm import errors, testing
 from symcomm.collectives.select import Limits
 from symcomm.group.leaving import free_retired
 from symcomm.group.local import LocalGroup
@@ -34,7 +34,8 @@ def total(g: ProcessGroup, value: float) -> float:
     return t[0].item()
 
 
-def _new_group(g: ProcessGroup) -> None:
+@testing.ranks(4)
+def test_new_group(g: ProcessGroup):
     odd = g.new_group([3, 1], name="odd")  # in the order given
     if g.rank in (1, 3):
         assert odd is not None
@@ -53,10 +54,6 @@ def _new_group(g: ProcessGroup) -> None:
     assert everyone is not None and total(everyone, 1) == 4.0 and total(g, 1) == 4.0
 
 
-def test_new_group():
-    threads(_new_group, 4)
-
-
 def _all_reduce_again(g: ProcessGroup) -> None:
     for _ in range(3):
         g.all_reduce(torch.ones(100_000))
@@ -70,7 +67,8 @@ def test_debug_says_once_which_plan_a_group_made(monkeypatch: pytest.MonkeyPatch
     assert sorted(lines) == [f"symcomm plan: all_reduce rank {r}/4 count 100000: {why}" for r in range(4)]
 
 
-def _split(g: ProcessGroup) -> None:
+@testing.ranks(6, timeout=20)
+def test_split(g: ProcessGroup):
     parity = g.split(g.rank % 2, key=-g.rank)  # highest rank first
     assert parity is not None and parity.name == f"world/1.{g.rank % 2}"
     assert parity.global_ranks == [r for r in reversed(range(6)) if r % 2 == g.rank % 2]
@@ -87,11 +85,8 @@ def _split(g: ProcessGroup) -> None:
     assert named is not None and (named.name, named.timeout, g.timeout) == ("mine", 3.5, 20.0)
 
 
-def test_split():
-    threads(_split, 6)
-
-
-def _names_in_errors(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_a_failed_group_does_not_touch_its_parent(g: ProcessGroup):
     team = g.split(0, name="tensor-parallel")
     assert team is not None
     with pytest.raises(errors.CollectiveMismatchError, match=r"#1 on group 'tensor-parallel'"):
@@ -99,21 +94,14 @@ def _names_in_errors(g: ProcessGroup) -> None:
     assert total(g, 1) == 2.0  # the parent is as good as before
 
 
-def test_a_failed_group_does_not_touch_its_parent():
-    threads(_names_in_errors, 2)
-
-
-def _many(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_a_hundred_groups(g: ProcessGroup):
     groups = [g.split(i % 3) for i in range(100)]
     for i, group in enumerate(groups):
         assert group is not None and total(group, i) == 2.0 * i
     for group in groups:
         group.destroy()
     assert total(g, 1) == 2.0
-
-
-def test_a_hundred_groups():
-    threads(_many, 2)
 
 
 def _crowded(g: ProcessGroup) -> tuple[int, float]:

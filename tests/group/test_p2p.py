@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import symcomm
-from symcomm import ANY_SOURCE, Message, errors
+from symcomm import ANY_SOURCE, Message, errors, testing
 from symcomm.group.process_group import ProcessGroup
 from tests.support.faults import run_group
 from tests.support.page_gate import Words
@@ -74,7 +74,8 @@ def test_everybody_to_everybody():
     assert all(o.kind == "returned" for o in run_group(_both_ways, 4))
 
 
-def _tags_out_of_order(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_tags_out_of_order(g: ProcessGroup):
     tags = list(range(30))
     if g.rank == 0:
         works = [g.isend(filled(tag, 1 + 5000 * (tag % 3)), 1, tag) for tag in tags]
@@ -86,10 +87,6 @@ def _tags_out_of_order(g: ProcessGroup) -> None:
             got = torch.empty(1 + 5000 * (tag % 3))
             g.recv(got, 0, tag)
             assert got.unique().tolist() == [tag]
-
-
-def test_tags_out_of_order():
-    threads(_tags_out_of_order, 2)
 
 
 def _order(g: ProcessGroup) -> list[float]:
@@ -154,7 +151,8 @@ def test_any_source():
     assert threads(_any_source, 6)[0] == [1, 2, 3, 4, 5]
 
 
-def _to_myself(g: ProcessGroup) -> None:
+@testing.ranks([1, 2])
+def test_to_myself(g: ProcessGroup):
     got = torch.zeros(100_000)
     work = g.irecv(got, g.rank)
     g.send(filled(5, 100_000), g.rank)
@@ -165,12 +163,8 @@ def _to_myself(g: ProcessGroup) -> None:
     assert got[:10].unique().tolist() == [6.0]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_to_myself(world: int):
-    threads(_to_myself, world)
-
-
-def _batch(g: ProcessGroup) -> None:
+@testing.ranks(3)
+def test_batch(g: ProcessGroup):
     after, before = (g.rank + 1) % g.size, (g.rank - 1) % g.size
     got = [torch.zeros(50_000), torch.zeros(3)]
     works = g.batch(
@@ -187,11 +181,8 @@ def _batch(g: ProcessGroup) -> None:
     assert works[1].source == before and works[1].result()[0] is got[0]
 
 
-def test_batch():
-    threads(_batch, 3)
-
-
-def _many_threads(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_many_threads_on_one_group(g: ProcessGroup):
     """Several threads of each rank use the group at once: messages, and collectives in an order all agree on."""
     problems: list[BaseException] = []
 
@@ -219,11 +210,8 @@ def _many_threads(g: ProcessGroup) -> None:
     assert not problems, problems
 
 
-def test_many_threads_on_one_group():
-    threads(_many_threads, 2)
-
-
-def _dropped_works(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_dropped_works(g: ProcessGroup):
     """Works that nobody keeps still finish, and their tensors live until then."""
     if g.rank == 0:
         for i in range(200):
@@ -233,10 +221,6 @@ def _dropped_works(g: ProcessGroup) -> None:
         g.recv(got, 0, tag=i)
         assert got.unique().tolist() == [i]
     g.barrier()
-
-
-def test_dropped_works():
-    threads(_dropped_works, 2)
 
 
 def _wrong_size(g: ProcessGroup) -> list[str]:
@@ -428,16 +412,13 @@ BAD = {
 }
 
 
-def _refused(g: ProcessGroup) -> None:
+@testing.ranks(2)
+def test_bad_arguments(g: ProcessGroup):
     for name, (call, words) in BAD.items():
         with pytest.raises(errors.BadArgumentError, match=words) as caught:
             call(g, torch.ones(3))
         assert "\n" not in str(caught.value), name
     _ring(g)
-
-
-def test_bad_arguments():
-    threads(_refused, 2)
 
 
 def _tensors_go(g: ProcessGroup) -> list[bool]:

@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory as TorchSymmetricMemory
 
 import symcomm
-from symcomm import errors, symm_mem
+from symcomm import errors, symm_mem, testing
 from symcomm.group.factory import make_group
 from symcomm.memory.arena import current_arena
 from symcomm.store import FileStore, HashStore
@@ -710,7 +710,8 @@ def test_the_documentation_has_snippets():
     assert len(SNIPPETS) >= 5
 
 
-def use_lists(group):
+@testing.ranks([2, 3], deadline=60)
+def test_lists_of_pieces(group):
     """Pieces of one symmetric tensor in order take part as that tensor; in another order they are a list like any."""
     n, count = group.size, 5000
     for mixed_up in (False, True):
@@ -734,8 +735,3 @@ def use_lists(group):
             group.all_to_all(outs, pieces)
             wanted = [torch.arange(s, s + count) + 100.0 * r + rounds for r, s in enumerate(starts)]
             assert all(map(torch.equal, outs, wanted))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_lists_of_pieces(world):
-    symcomm.spawn(use_lists, world, mode="threads", deadline=60)
