@@ -28,8 +28,9 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.membership.shared_board import AttemptWord, Records, SharedBoard, pack_record, unpack_record
 from symcomm.membership.succession import Attempt, Record, Succession, pack_ranks, unpack_ranks
 from symcomm.memory.share import GroupNotBuilt
+from symcomm.observe.recorder.processes import process_state
 from symcomm.store import FileStore
-from tests.support.faults import leftovers, process_state, run_group
+from tests.support.faults import leftovers, run_group
 from tests.support.ranks import Outcome
 
 WORLD = 4

@@ -22,10 +22,11 @@ from symcomm.group.executor import LocalExecutor
 from symcomm.group.factory import make_group
 from symcomm.hierarchical.group import HierarchicalGroup
 from symcomm.memory import share
+from symcomm.observe.recorder.processes import process_state
 from symcomm.store import FileStore, PrefixStore
 from symcomm.store.handshake import _Attempt
 from symcomm.torch_backend.group import TorchGroup
-from tests.support.faults import process_state, run_group
+from tests.support.faults import run_group
 from tests.support.host_ranks import run_on_hosts
 from tests.support.ranks import Outcome, run_ranks
 

@@ -23,6 +23,7 @@ from symcomm import errors
 from symcomm.group import spawn as spawn_module
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory import arena
+from symcomm.observe.recorder.processes import is_running
 from symcomm.store import FileStore
 from tests.support.ranks import until
 
@@ -211,13 +212,6 @@ def pids_of_ranks(folder: Path) -> list[int]:
         assert time.monotonic() < end, "the ranks did not start"
         time.sleep(0.02)
     return [int(path.read_text()) for path in paths]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("thread", ["main", "other"])

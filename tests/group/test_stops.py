@@ -23,9 +23,9 @@ from symcomm.group.default import join_ranks
 from symcomm.group.factory import make_group
 from symcomm.membership import replicated_round
 from symcomm.memory import share
+from symcomm.observe.recorder.processes import process_state
 from symcomm.store import FileStore
 from tests.support.elastic_ranks import ElasticRanks
-from tests.support.faults import process_state
 from tests.support.ranks import returned, until
 from tests.support.reconfigure_ranks import STEPS, Party, around, before_hosts_connect, expected, failure, on_hosts
 

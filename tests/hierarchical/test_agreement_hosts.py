@@ -18,7 +18,7 @@ import torch
 
 from symcomm import errors
 from symcomm.hierarchical.group import HierarchicalGroup
-from tests.support.faults import process_state
+from symcomm.observe.recorder.processes import process_state
 from tests.support.host_ranks import run_on_hosts
 
 SECONDS = 4.0  # of one deadline: many ranks share few cores, and none of them may be late for that

@@ -23,7 +23,8 @@ import pytest
 from symcomm.launcher.job import Job, reserve_port
 from symcomm.launcher.launch import launch
 from symcomm.launcher.output import Output
-from tests.support.jobs import DEADLINE, environ, is_running
+from symcomm.observe.recorder.processes import is_running
+from tests.support.jobs import DEADLINE, environ
 
 pytestmark = [pytest.mark.without_torch, pytest.mark.long]
 

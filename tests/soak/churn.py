@@ -22,8 +22,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from symcomm.observe.recorder.processes import is_running
 from tests.support import loaded
-from tests.support.jobs import is_running
 
 PHASES = ("start", "meet", "join", "agree", "hand-over", "step")  # of tests/soak/churn_rank.py
 RANKS = 3

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from symcomm.observe.recorder.processes import process_state
+from tests.support.ranks import until
+
 DEADLINE = 30.0
 
 
@@ -56,19 +59,10 @@ class Child:
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        self._await_state("T")
+        assert until(lambda: process_state(self.pid) == "T", DEADLINE), f"process {self.pid} did not stop"
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
-
-    def _await_state(self, state: str) -> None:
-        end = time.monotonic() + DEADLINE
-        while time.monotonic() < end:
-            with open(f"/proc/{self.pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == state:
-                    return
-            time.sleep(0.001)
-        raise AssertionError(f"process {self.pid} did not become {state}")
 
     def kill(self) -> None:
         if not self.is_over:

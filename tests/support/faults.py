@@ -66,12 +66,6 @@ def run_group(
         return crowd.outcomes(deadline, None if during is None else lambda: during(crowd.pids))
 
 
-def process_state(pid: int) -> str:
-    """A letter, as the kernel shows it: T is stopped, Z dead and not collected."""
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-
-
 def attempt(call: Callable[[], Any]) -> str:
     """The name of the error it raised, or "" when it returned."""
     try:

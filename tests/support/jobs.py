@@ -9,6 +9,8 @@ import textwrap
 import time
 from pathlib import Path
 
+from symcomm.observe.recorder.processes import is_running
+
 DEADLINE = 60  # of any one launch; a busy machine is slow, a hang is longer
 
 
@@ -79,10 +81,3 @@ class Jobs:
         while alive := [pid for pid in pids if is_running(pid)]:
             assert time.monotonic() < end, f"still running: {alive}"
             time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
