@@ -1,4 +1,6 @@
-"""torchrl: two workers collect from an environment, and get the policy's weights again before each batch."""
+"""torchrl: two workers collect from an environment, and get the policy's weights again after each batch.
+
+Not by DistributedSyncCollector: of 0.14.1, it waits for ever if a worker ends before the last weights are sent."""
 
 from __future__ import annotations
 
@@ -45,13 +47,13 @@ def main(backend: str) -> Iterator[Part]:
     import statistics
 
     import torch
-    from torchrl.collectors.distributed import DistributedSyncCollector
+    from torchrl.collectors.distributed import DistributedCollector
 
     torch.manual_seed(0)
     policy = make_policy()
-    collector = DistributedSyncCollector(
-        [make_env] * WORKERS, policy, policy_factory=make_policy, backend=backend, launcher="mp",
-        frames_per_batch=FRAMES, total_frames=FRAMES * BATCHES, tcp_port=str(free_port()),
+    collector = DistributedCollector(
+        [make_env] * WORKERS, policy, policy_factory=make_policy, backend=backend, launcher="mp", sync=True,
+        frames_per_batch=FRAMES, total_frames=FRAMES * BATCHES, update_interval=1, tcp_port=str(free_port()),
     )  # fmt: skip
     found, times, begun = [], [], time.perf_counter()
     for batch in collector:
