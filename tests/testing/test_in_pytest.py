@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pty
 import re
@@ -55,6 +56,14 @@ def test_tracebacks_and_what_ranks_printed(mode, tmp_path):
     stdout, stderr = out.split("Captured stdout call")[1].split("Captured stderr call")
     assert sorted(re.findall(r"^from rank \d", stdout, re.M)) == ["from rank 0", "from rank 1"], out
     assert sorted(re.findall(r"^and on stderr \d", stderr, re.M)) == ["and on stderr 0", "and on stderr 1"], out
+
+
+def test_the_plugin_loads_nothing():
+    """It is loaded in every pytest of an environment that has Symcomm."""
+    ask = "import sys, symcomm.testing.plugin as p; print([m for m in sys.modules if 'symcomm.' in m])"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=SECONDS)
+    loaded = {"symcomm.errors", "symcomm.testing", "symcomm.testing.plugin"}
+    assert set(ast.literal_eval(done.stdout)) == loaded, done.stderr
 
 
 @MODES

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm import errors
+from symcomm.testing import plugin
 from symcomm.testing.faults import Faults
 from symcomm.testing.running import DEADLINE, Skip, run
 from symcomm.testing.schedule import Schedule
 
-ANY = -1
 DEBUGGING = 86400.0  # seconds that a test has while a debugger may be open
-pdb_rank: int | None = None  # as --symcomm-pdb says; ANY: the first that raises, as --pdb says
 _screen: Any = multiprocessing.get_context("fork").Lock()  # one debugger at a time
 
 
@@ -59,7 +58,7 @@ def ranks(
             __tracebackhide__ = True
             count = given.pop(COUNT, counts[0])
             body = functools.partial(_with_self, test, args) if args else test
-            debugs = pdb_rank is not None
+            debugs = plugin.pdb_rank is not None
             try:
                 run(
                     body, count, given, mode=mode, backend=backend, deadline=DEBUGGING if debugs else deadline,
@@ -94,7 +93,7 @@ def _with_self(test: Callable[..., None], args: tuple[Any, ...], group: Any, **g
 
 def debug(rank: int, error: BaseException) -> None:
     """The debugger, at what a rank raised, on the terminal."""
-    if pdb_rank not in (rank, ANY) or not _screen.acquire(block=pdb_rank != ANY):
+    if plugin.pdb_rank not in (rank, plugin.ANY) or not _screen.acquire(block=plugin.pdb_rank != plugin.ANY):
         return
     try:
         with open("/dev/tty") as keys, open("/dev/tty", "w") as screen:

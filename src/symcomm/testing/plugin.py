@@ -1,10 +1,13 @@
-"""Pytest's part of the kit: ``--symcomm-pdb RANK``, and what ``--pdb`` does. Pytest finds it by its entry point."""
+"""Pytest's part of the kit: ``--symcomm-pdb RANK``, and what ``--pdb`` does.
+
+Pytest finds it by its entry point, and loads it wherever Symcomm is installed: so it imports nothing."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from symcomm.testing import decorator
+ANY = -1
+pdb_rank: int | None = None  # the rank that gets a debugger; ANY: the first that raises; None: none does
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -14,5 +17,6 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
+    global pdb_rank
     wanted = config.getoption("--symcomm-pdb")
-    decorator.pdb_rank = decorator.ANY if wanted is None and config.getoption("usepdb", False) else wanted
+    pdb_rank = ANY if wanted is None and config.getoption("usepdb", False) else wanted
