@@ -9,6 +9,7 @@ import os
 import secrets
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import pytest
 import symcomm
 from symcomm import errors
 from symcomm._core import native
+from symcomm.sharing.mappings import MOST_KEPT
 from tests.support.children import children
 
 pytestmark = pytest.mark.without_torch
@@ -128,6 +130,43 @@ def test_what_a_reader_keeps_is_not_written_over():
         for _ in range(8):
             queue.put(array, timeout=10)
             assert (other.get() == array).all()
+
+
+@pytest.mark.parametrize("kernel_tells", [True, False])
+def test_mappings_are_kept_for_the_next_message_unless_their_reader_wrote_there(
+    kernel_tells: bool, monkeypatch: pytest.MonkeyPatch
+):
+    made, looked = [], []
+    map_private, look = native.map_private, native.has_own_pages
+    monkeypatch.setattr(native, "map_private", lambda *a: (made.append(a), map_private(*a))[1])
+    monkeypatch.setattr(native, "has_own_pages", lambda *a: (looked.append(a), look(*a) or not kernel_tells)[1])
+    with symcomm.Queue() as queue, symcomm.QueueReader(queue.fileno()) as reader:
+        for number in range(12):  # of different lengths in one place
+            queue.put(np.full((2 << 20) - 4096 * number, number))
+            got = reader.get()
+            assert (got == number).all()
+            if number in (4, 5):
+                got[-1] = -1
+            del got
+            gc.collect()
+    assert len(made) == (3 if kernel_tells else 12) and len(looked) == 12
+
+
+def test_few_mappings_are_kept_and_none_of_a_reader_that_is_closed():
+    def mapped() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("symcomm-sharing")
+
+    with symcomm.Queue() as queue:
+        with symcomm.QueueReader(queue.fileno()) as reader:
+            empty = mapped()
+            for number in range(MOST_KEPT + 3):
+                queue.put(np.full(LONG, number, np.uint8))
+            got = [reader.get() for _ in range(MOST_KEPT + 3)]
+            assert mapped() == empty + MOST_KEPT + 3
+            del got
+            assert mapped() == empty + MOST_KEPT
+        assert mapped() == empty
 
 
 def test_what_is_too_long_is_refused():

@@ -26,6 +26,7 @@ from symcomm._core import native
 from symcomm.memory.arena import bytes_type
 from symcomm.memory.heap import Heap
 from symcomm.memory.limits import check_room, format_bytes, physical_bytes
+from symcomm.sharing.mappings import Mappings
 
 SLOW = 1.0  # seconds after which a process that others wait for is named
 TIMEOUT = 1800.0  # seconds, by default
@@ -255,6 +256,8 @@ class ReaderRegion:
         self._held: dict[int, int] = {}  # part -> the number of its views
         self._dropped: deque[int] = deque()
         self._end = functools.partial(_end_reading, base, self.reader, [life])
+        self._mappings = Mappings(fd)
+        weakref.finalize(self, self._mappings.forget).atexit = False
         weakref.finalize(self, _unmap, self._pid, self._end, base, self._control, fd).atexit = False
         self.is_closed = False
 
@@ -323,7 +326,7 @@ class ReaderRegion:
             self.let_go(part)
             return memoryview(copy)
         try:
-            at = native.map_private(self.fd, offset, nbytes)
+            at, mapped = self._mappings.take(offset, nbytes)
         except OSError as error:
             self.let_go(part)
             raise errors.ResourceError(
@@ -331,11 +334,14 @@ class ReaderRegion:
                 "raise vm.max_map_count or the limit on address space (ulimit -v)."
             ) from error
         array = bytes_type(nbytes).from_address(at)
-        weakref.finalize(array, self._end_view, at, nbytes, part).atexit = False
+        weakref.finalize(array, self._end_view, offset, at, mapped, part).atexit = False
         return memoryview(array).cast("B")
 
-    def _end_view(self, at: int, nbytes: int, part: int) -> None:
-        native.unmap(at, nbytes)
+    def _end_view(self, offset: int, at: int, mapped: int, part: int) -> None:
+        if self.is_closed or os.getpid() != self._pid:
+            native.unmap(at, mapped)
+        else:
+            self._mappings.give_back(offset, at, mapped)
         self.let_go(part)
 
     def close(self) -> None:
@@ -344,6 +350,7 @@ class ReaderRegion:
             return
         with self.borrowing():
             self.is_closed = True
+            self._mappings.forget()
             native.region_leave(self.base, self.reader)
             if not self._held:
                 self._end()

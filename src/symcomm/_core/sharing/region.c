@@ -1,9 +1,11 @@
 #include "sharing/region.h"
 
+#include <fcntl.h>
 #include <limits.h>
 #include <sched.h>
 #include <stddef.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "memory/nontemporal.h"
 #include "module/gil.h"
@@ -317,6 +319,39 @@ static PyObject *map_private(PyObject *Py_UNUSED(self), PyObject *args) {
     return PyLong_FromVoidPtr(at);
 }
 
+#define PAGE_IS_THERE ((uint64_t)3 << 62) /* in memory, or swapped out */
+#define PAGE_IS_SHARED ((uint64_t)1 << 61)
+
+static bool some_are_own(int fd, uint64_t first, uint64_t end) {
+    uint64_t facts[1024];
+    for (uint64_t page = first; page < end;) {
+        size_t want = end - page < 1024 ? end - page : 1024;
+        ssize_t got = pread(fd, facts, want * sizeof *facts, (off_t)(page * sizeof *facts));
+        if (got < (ssize_t)sizeof *facts) return true;
+        for (ssize_t i = 0; i < got / (ssize_t)sizeof *facts; i++)
+            if (facts[i] & PAGE_IS_THERE && !(facts[i] & PAGE_IS_SHARED)) return true;
+        page += (uint64_t)got / sizeof *facts;
+    }
+    return false;
+}
+
+/* has_own_pages(address, bytes) -> whether this process has written to a private mapping. True if the kernel does not
+ * tell. */
+static PyObject *has_own_pages(PyObject *Py_UNUSED(self), PyObject *args) {
+    unsigned long long address, bytes;
+    if (!PyArg_ParseTuple(args, "KK", &address, &bytes)) return NULL;
+    bool some = true;
+    WITHOUT_GIL({
+        const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+        int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC); /* one that is kept would be a parent's in a fork */
+        if (fd >= 0) {
+            some = some_are_own(fd, address / page, (address + bytes + page - 1) / page);
+            close(fd);
+        }
+    });
+    return PyBool_FromLong(some);
+}
+
 static PyMethodDef methods[] = {
     METHOD(region_start, METH_VARARGS, "(address, kind, nonce, pid)"),
     METHOD(region_claim, METH_O, "(address) -> a reader's place, or -1"),
@@ -333,6 +368,7 @@ static PyMethodDef methods[] = {
     METHOD(part_take_back, METH_VARARGS, "(address, part) -> whether no reader holds it"),
     METHOD(copy_in, METH_VARARGS, "(to, from, bytes)"),
     METHOD(map_private, METH_VARARGS, "(fd, offset, bytes) -> address"),
+    METHOD(has_own_pages, METH_VARARGS, "(address, bytes) -> whether this process has written there"),
     {NULL, NULL, 0, NULL},
 };
 
