@@ -67,6 +67,7 @@ _PUBLIC = {
     "symcomm.observe.recorder.flight_hook": ("FlightRecorderHook",),
     "symcomm.group.p2p": ("ANY_SOURCE", "Message"),
     "symcomm.group.work": ("Work",),
+    "symcomm.group.relay": ("relay",),
     "symcomm.group.spawn": ("spawn",),
     "symcomm.group.default": (
         "init", "join", "destroy", "default_group", "is_initialized", "rank", "world_size",

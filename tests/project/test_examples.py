@@ -69,13 +69,26 @@ def test_first_steps():
     assert run_example("first_steps.py", ranks=4) == ["sums: [6.0, 10.0, 14.0] ranks: [0.0, 1.0, 2.0, 3.0]"]
 
 
-def test_board():
-    said = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "board.py")], capture_output=True, text=True, timeout=100
-    )
+def alone(name: str) -> list[str]:
+    """What an example says that starts its processes itself."""
+    said = subprocess.run([sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, timeout=200)
     assert said.returncode == 0, said.stderr
+    return said.stdout.splitlines()
+
+
+def test_board():
     expected = [f"generator {number}: version 60, the sum of 0 to 7 is 28" for number in range(2)]
-    assert said.stdout.splitlines() == expected
+    assert alone("board.py") == expected
+
+
+def test_board_server():
+    expected = [(20, "24.7"), (40, "27.6"), (60, "28.0")]
+    assert alone("board_server.py") == [f"version {v}: the sum of 0 to 7 is {total}" for v, total in expected]
+
+
+def test_torchrl_weights():
+    pytest.importorskip("torchrl", reason="its collectors take the weights (pip install torchrl)")
+    assert alone("torchrl_weights.py") == [f"all actions are [{value}]" for value in (1.0, 5.0, 9.0)]
 
 
 def test_custom_collective():

@@ -6,6 +6,8 @@ memory. It is written before readers hear of it, and not touched again until the
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,24 +62,37 @@ class Board(WriterEnd):
 
         Raises: BadArgumentError, QueueClosedError after ``close()``, ResourceError if there is no memory for it beside
         the versions that readers hold."""
+        number = self.next_version("publish", version)
+        message = Message((number, state), in_part=True)
+        with self.draft(message.nbytes, number, "publish") as at:
+            message.write(at)
+        return number
+
+    def next_version(self, call: str, version: int | None) -> int:
+        """``version``, or one more than the last.
+
+        Raises: BadArgumentError, QueueClosedError."""
         least = self.version + 1
         expected = f"a number above {self.version}, the last one"
-        number = least if version is None else check_number("publish", "version", version, least, None, expected)
-        self._region.check_open("publish")
-        message = Message((number, state), in_part=True)
-        with self._turn.take("publish", Clock("publish", None, TIMEOUT)):
+        number = least if version is None else check_number(call, "version", version, least, None, expected)
+        self._region.check_open(call)
+        return number
+
+    @contextlib.contextmanager
+    def draft(self, nbytes: int, number: int, call: str) -> Iterator[int]:
+        """The address of memory for version ``number``, which is put up if nothing goes wrong in the block."""
+        with self._turn.take(call, Clock(call, None, TIMEOUT)):
             self._collect()
-            place = self._find_place(message.nbytes)
+            place = self._find_place(nbytes)
             try:
-                message.write(self._region.base + place.offset)
+                yield self._region.base + place.offset
             except BaseException:
                 self._spare = place
                 raise
-            native.board_publish(self._region.base, place.part, place.offset, message.nbytes)
+            native.board_publish(self._region.base, place.part, place.offset, nbytes)
             self._up.append(place)
             self.version = number
             self._collect()
-        return number
 
     def _find_place(self, nbytes: int) -> _Place:
         region, spare = self._region, self._spare
