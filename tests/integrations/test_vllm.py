@@ -9,11 +9,13 @@ import types
 from importlib.metadata import entry_points
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="vLLM's communicators move tensors")
 dist = importlib.import_module("torch.distributed")
+symcomm = importlib.import_module("symcomm")
 errors = importlib.import_module("symcomm.errors")
 plugin = importlib.import_module("symcomm.integrations.vllm")
 from symcomm.integrations.vllm import last_words  # noqa: E402
@@ -117,6 +119,52 @@ class MultiprocExecutor:
         self.told.append("workers")
 
 
+class Factory:
+    """Of engines that bring new weights; it takes each name once."""
+
+    def __init__(self):
+        self.known: dict[str, tuple[str, str]] = {}
+
+    def register_engine(self, name: str, module: str, class_name: str) -> None:
+        assert name not in self.known
+        self.known[name] = module, class_name
+
+
+class WeightTransferEngine:
+    """Like vLLM's, in what ours uses."""
+
+    def __init__(self, model: object):
+        self.model, self.model_config = model, None
+
+    def __class_getitem__(cls, kinds: object) -> type:
+        return cls
+
+    def parse_init_info(self, told: dict):
+        return self.init_info_cls(**told)
+
+    def parse_update_info(self, told: dict):
+        return self.update_info_cls(**told)
+
+
+class World:
+    def __init__(self):
+        self.cpu_group = dist.group.WORLD
+
+
+class Reload:
+    """vLLM's weights are only loaded in between."""
+
+    told: ClassVar[list[str]] = []
+
+    @classmethod
+    def initialize_layerwise_reload(cls, model: object) -> None:
+        cls.told.append("begin")
+
+    @classmethod
+    def finalize_layerwise_reload(cls, model: object, config: object) -> None:
+        cls.told.append("end")
+
+
 def stand_in(platform: object) -> None:
     parts = {
         "vllm": {"envs": types.SimpleNamespace(compile_factors=lambda: {"VLLM_X": "1"})},
@@ -125,7 +173,18 @@ def stand_in(platform: object) -> None:
         "vllm.distributed.device_communicators": {},
         "vllm.distributed.device_communicators.cpu_communicator": {"CpuCommunicator": CpuCommunicator},
         "vllm.distributed.device_communicators.shm_broadcast": {"MessageQueue": MessageQueue},
+        "vllm.distributed.weight_transfer": {},
+        "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": Factory()},
+        "vllm.distributed.weight_transfer.base": {
+            "WeightTransferEngine": WeightTransferEngine,
+            "WeightTransferInitInfo": object,
+            "WeightTransferUpdateInfo": object,
+        },
+        "vllm.distributed.parallel_state": {
+            "get_world_group": lambda: types.SimpleNamespace(cpu_group=dist.group.WORLD)
+        },
         "vllm.model_executor": {},
+        "vllm.model_executor.model_loader": {"reload": Reload},
         "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.fused_moe": {},
         "vllm.model_executor.layers.fused_moe.experts": {},
@@ -297,6 +356,60 @@ def test_experts_of_other_ranks_count_nothing_here():
     whole, first, second = in_a_child(shares)
     assert whole == [500.5, 65.0, 3000.0]
     assert (first, second) == ([0.5, 15.0, 0.0], [500.0, 50.0, 3000.0])
+
+
+# --- new weights ------------------------------------------------------------------------------------------------
+
+
+def test_a_board_is_a_backend_of_the_weight_transfer():
+    def known() -> tuple[str, str]:
+        registered("0.32.0", "")
+        return sys.modules["vllm.distributed.weight_transfer.factory"].WeightTransferEngineFactory.known["symcomm"]
+
+    module, name = in_a_child(known)
+    assert f"{module}.{name}" == plugin.ENGINE
+
+
+class Model:
+    def load_weights(self, weights) -> None:
+        self.loaded = {name: tensor.unique().tolist() for name, tensor in weights}
+
+
+def load(say, rank: int, folder: str, name: str) -> None:
+    stand_in(CpuPlatform())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    engine = importlib.import_module("symcomm.integrations.vllm.weights").BoardWeightTransferEngine(Model())
+    engine.init_transfer_engine(engine.parse_init_info({"board": name}))
+    say("there")
+    for wanted in (1, 500):
+        engine.start_weight_update()
+        engine.update_weights({"version": wanted, "timeout": 60.0})
+        engine.finish_weight_update()
+        say(engine.model.loaded)
+    with pytest.raises(errors.DeadlineError):
+        engine.update_weights({"version": 10**9, "timeout": 0.1})
+    engine.shutdown()
+    say(Reload.told)
+    dist.barrier()
+
+
+def test_all_workers_load_the_same_version_though_the_trainer_goes_on(tmp_path: Path):
+    name = f"weights of {tmp_path}"
+    with children() as start, symcomm.Board(name) as board:
+        workers = [start(load, rank, str(tmp_path), name) for rank in range(2)]
+        assert [worker.hear(60) for worker in workers] == ["there"] * 2
+
+        def heard() -> dict:
+            while not all(worker.has_said() for worker in workers):
+                board.publish({"w": torch.full((100_000,), float(board.version + 1)), "b": torch.tensor([7.0])})
+            one, two = (worker.hear() for worker in workers)
+            assert one == two and one["b"] == [7.0]
+            return one["w"]
+
+        (first,), (second,) = heard(), heard()
+        assert 1 <= first < second and second >= 500
+        assert [worker.hear(60) for worker in workers] == [["begin", "end"] * 2] * 2
 
 
 # --- the communicator ------------------------------------------------------------------------------------------

@@ -35,10 +35,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tokens, Mixtral's experts on 2 ranks": {"tp": 2, "ep": True, "model": "mixtral"},
     "tokens, Qwen's experts on 2 ranks": {"tp": 2, "ep": True, "model": "qwen2moe"},
     "tokens, 12 ranks": {"tp": 12, "model": "llama12"},
+    "tokens after new weights, 2 ranks": {"tp": 2, "board": 1},  # Gloo has no way to bring them to CPUs
+    "tokens after new weights, 2 ranks, compiled": {"tp": 2, "board": 1, "eager": False},
 }
 KILLS = {"the first of 2 workers is killed": {"tp": 2, "kill": 0}, "the last is": {"tp": 2, "kill": -1}}
 SERVER = "the server, 8 clients at once"
 SERVER_KILL = "the server, a worker is killed"
+COMPARED = {"model": "model", "dtype": "dtype", "seed": "board"}
 PARTS = (*ENGINES, *KILLS, SERVER, SERVER_KILL)
 WORDS = re.compile(r"rank \d+ \(pid \d+\) died")  # Symcomm's
 
@@ -72,7 +75,7 @@ def run_engines(asked: list[dict[str, Any]], environ: dict[str, str]) -> Iterato
 
 def comparing(asked: dict[str, Any]) -> dict[str, Any]:
     """The same model on one process."""
-    return {key: asked[key] for key in ("model", "dtype") if key in asked} | {"ranks": 1}
+    return {name: asked[key] for name, key in COMPARED.items() if key in asked} | {"ranks": 1}
 
 
 def as_part(name: str, found: dict[str, Any], alone: list[list[int]], seconds: float | None = None) -> Part:

@@ -31,16 +31,16 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def make_model(folder: Path, shape: str) -> str:
+def make_model(folder: Path, shape: str, seed: int = 0) -> str:
     """With random weights, the same in all runs, and a tokenizer that knows as many words."""
-    path = folder / shape
+    path = folder / f"{shape}{seed or ''}"
     if (path / "made").exists():
         return str(path)
     import tokenizers
     import torch
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     name, sizes = SHAPES[shape]
     config = getattr(transformers, f"{name}Config")(
         vocab_size=VOCABULARY, max_position_embeddings=2048, eos_token_id=None, bos_token_id=1, pad_token_id=0,
@@ -72,8 +72,10 @@ def options(asked: dict[str, Any]) -> dict[str, Any]:
 def make_engine(asked: dict[str, Any]) -> Any:
     from vllm import LLM
 
-    model = make_model(Path(asked["folder"]), asked.get("model", "llama"))
+    model = make_model(Path(asked["folder"]), asked.get("model", "llama"), asked.get("seed", 0))
     kind = {"distributed_executor_backend": asked["executor"]} if "executor" in asked else {}
+    if "board" in asked:
+        kind["weight_transfer_config"] = {"backend": "symcomm"}
     return LLM(model, **kind, **options(asked))
 
 
@@ -92,6 +94,8 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     engine = make_engine(asked)
     if "kill" in asked:
         return kill_one(engine, asked["kill"])
+    if "board" in asked:
+        give_new_weights(engine, asked)
     begun = time.perf_counter()
     tokens = generate(engine, asked.get("batch", 4), asked.get("tokens", 32))
     first = time.perf_counter() - begun
@@ -109,6 +113,21 @@ def fastest(engine: Any, count: int, tokens: int, length: int = 16, rounds: int 
         generate(engine, count, tokens, length)
         times.append(time.perf_counter() - begun)
     return min(times)
+
+
+def give_new_weights(engine: Any, asked: dict[str, Any]) -> None:
+    """Those of the model that another seed makes, by way of a board."""
+    import transformers
+
+    import symcomm
+
+    trained = make_model(Path(asked["folder"]), asked.get("model", "llama"), asked["board"])
+    with symcomm.Board(f"weights of {os.getpid()}") as board:
+        board.publish(transformers.AutoModelForCausalLM.from_pretrained(trained).state_dict())
+        engine.init_weight_transfer_engine({"init_info": {"board": board.name}})
+        engine.start_weight_update()
+        engine.update_weights({"update_info": {"version": 1}})
+        engine.finish_weight_update()
 
 
 def take_turns(asked: dict[str, Any]) -> None:

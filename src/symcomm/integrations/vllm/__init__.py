@@ -14,6 +14,7 @@ from symcomm.undo import replace
 VARIABLE = "SYMCOMM_VLLM"
 TESTED = ("0.32",)
 COMMUNICATOR = "symcomm.integrations.vllm.communicator.Communicator"
+ENGINE = "symcomm.integrations.vllm.weights.BoardWeightTransferEngine"
 
 
 def register() -> None:
@@ -38,6 +39,7 @@ def register() -> None:
     replace(platform, "dist_backend", "symcomm")
     replace(platform, "get_device_communicator_cls", classmethod(lambda cls: COMMUNICATOR))
     _mark_graphs()
+    _offer_boards()
     queues.take_over()
     queues.forget_names()
     queues.wake_engine()
@@ -51,6 +53,14 @@ def _mark_graphs() -> None:
 
     factors = envs.compile_factors
     replace(envs, "compile_factors", lambda: {**factors(), "SYMCOMM": __version__})
+
+
+def _offer_boards() -> None:
+    """As a backend of vLLM's weight transfer."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    module, name = ENGINE.rsplit(".", 1)
+    WeightTransferEngineFactory.register_engine("symcomm", module, name)
 
 
 def _cpu_platform() -> Any:
