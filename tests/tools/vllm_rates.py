@@ -81,10 +81,12 @@ def main() -> None:
     ask.add_argument("--dtype", default="bfloat16")
     ask.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     ask.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    ask.add_argument("--keep", help="a folder for models and compiled graphs: the next start is faster")
     ask.add_argument("--fork", action="store_true", help="start vLLM's processes as forks: faster on a busy machine")
     options = ask.parse_args()
-    with tempfile.TemporaryDirectory(prefix="symcomm-vllm-") as name:
+    with contextlib.nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory("-vllm") as name:
         folder = Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         make_model(folder, options.model)
         asked = {"folder": name, "model": options.model, "tp": 2, "eager": not options.compiled, "dtype": options.dtype}
         engines = {}
