@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 import types
 from importlib.metadata import entry_points
 from multiprocessing.shared_memory import SharedMemory
@@ -267,6 +268,21 @@ def test_the_client_hears_what_a_worker_said():
     said = in_a_child(client)
     words = "EngineCore encountered an issue."
     assert said == [words, f"{words} rank 1 (pid 7) died with SIGKILL during all_reduce #3.", words]
+
+
+def test_only_the_first_of_many_clients_waits_for_surer_words():
+    def clients() -> list:
+        registered("0.32.0", "")
+        last_words.leave("rank 1 (pid 7) died.", sure=False)
+        slept: list[float] = []
+        last_words.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=slept.append)
+        said = [str(EngineDeadError()) for _ in range(3)]
+        first = len(slept)
+        last_words.leave("rank 1 (pid 7) died during all_reduce #3.")
+        return [said, first > 0, [str(EngineDeadError()) for _ in range(3)], len(slept) == first]
+
+    words = "EngineCore encountered an issue. rank 1 (pid 7) died"
+    assert in_a_child(clients) == [[f"{words}."] * 3, True, [f"{words} during all_reduce #3."] * 3, True]
 
 
 def test_queues_within_a_host_are_ours():

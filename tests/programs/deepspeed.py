@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 1 to 3 of a small network, in float32 on CPUs."""
+"""DeepSpeed: ZeRO stages 1 to 3 of a small network, in float32 on CPUs, and its sums for inference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tests.programs.frame import Part, numbers, tell, timed
 VERSION = "0.19.8"
 NEEDS = (f"deepspeed=={VERSION}",)
 STAGES = (1, 2, 3)
-PARTS = tuple(f"ZeRO stage {stage}" for stage in STAGES)
+SUMS = "inference_all_reduce, 1 x 4096"  # on Gloo, DeepSpeed's own shared memory
+PARTS = (*(f"ZeRO stage {stage}" for stage in STAGES), SUMS)
 ENVIRON = (("DS_ACCELERATOR", "cpu"), ("DS_BUILD_OPS", "0"))
 STEPS, BATCH, WIDTH = 20, 16, 128
 
@@ -43,6 +44,21 @@ def train(stage: int) -> Part:
     return Part(f"ZeRO stage {stage}", losses + weights, seconds)
 
 
+def add_up() -> Part:
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    x = torch.arange(4096.0) * (1 + dist.get_rank())  # whole numbers, whose sum has no rounding
+
+    def step(_: int) -> list[float]:
+        deepspeed.comm.inference_all_reduce(total := x.clone())
+        return numbers(total)
+
+    sums, seconds = timed(step, 200)
+    return Part(SUMS, sums[-1], seconds)
+
+
 def main(backend: str) -> Iterator[Part]:
     import deepspeed
     import torch
@@ -52,6 +68,7 @@ def main(backend: str) -> Iterator[Part]:
     torch.set_num_threads(1)
     for stage in STAGES:
         yield train(stage)
+    yield add_up()
     dist.destroy_process_group()
 
 

@@ -15,10 +15,12 @@ from symcomm.undo import replace
 VARIABLE = "SYMCOMM_VLLM_LAST_WORDS"
 PATIENCE = 0.5  # seconds; who found it out may be slower than who tells that something happened
 MORE = 0.1  # seconds for somebody who knows better than who has told
+AGAIN = 5.0  # seconds in which nobody waits any more, since somebody has
 MOST = 2000
 RECENT = 30.0  # seconds; what is older was said about an engine that this process had before
 
 _fd = -1
+_waited = -AGAIN  # when somebody here last waited in vain for sure words
 
 
 def listen() -> bool:
@@ -44,7 +46,10 @@ def leave(why: BaseException | str, sure: bool = True) -> None:
 
 
 def heard(patience: float = PATIENCE) -> str:
-    """What was said first of late, or nothing."""
+    """What was said first of late, or nothing. Only the first of many clients waits for it."""
+    global _waited
+    if time.monotonic() - _waited < AGAIN:
+        patience = 0.0
     end, unsure = time.monotonic() + patience, ""
     while _fd >= 0:
         for line in os.pread(_fd, 1 << 20, 0).decode(errors="replace").splitlines():
@@ -57,6 +62,8 @@ def heard(patience: float = PATIENCE) -> str:
         if time.monotonic() > end:
             break
         time.sleep(0.01)
+    if patience:
+        _waited = time.monotonic()
     return unsure
 
 

@@ -1,11 +1,12 @@
-"""What: a finder at the front of ``sys.meta_path`` waits until some of torch's modules are imported. It has the other
-finders load them, and applies more patches after a module's own code has run:
+"""What: a finder at the front of ``sys.meta_path`` waits until some modules of torch, and one of DeepSpeed, are
+imported. It has the other finders load them, and applies more patches after a module's own code has run:
 
 * make_fx.py: calls of our groups become nodes of graphs. comm_debug_mode.py: CommDebugMode counts them.
 * dynamo_rules.py: Dynamo leaves our own code alone.
 * Inductor gets our lowerings, from ``symcomm.compile``.
 * fsdp_buffers.py: FSDP2's buffers are symmetric.
 * If Gloo is replaced, two modules that treat its name specially see ours.
+* DeepSpeed's inference_all_reduce takes our operator.
 * Inductor can allocate comm buffers on the CPU, while ``torch.ops.symm_mem`` takes CPU tensors.
 
 Why: torch's compiler must know of us once something is compiled, but is not loaded before. FSDP2 likewise.
@@ -27,8 +28,9 @@ from typing import Any
 from symcomm.torch_backend.torch_patches import dynamo_rules, fsdp_buffers
 from symcomm.undo import Undo
 
-_installer = "symcomm.compile.install"  # above this layer, so it is loaded by name
+_installer = "symcomm.compile.install"  # above this layer, so they are loaded by name
 _codegen = "symcomm.compile.codegen"
+_deepspeed = "symcomm.integrations.deepspeed"
 
 
 def _trace(proxy_tensor: Any) -> Undo:
@@ -56,6 +58,11 @@ def _allocate(_: Any) -> Undo:
     return undo
 
 
+def _reduce_for_inference(module: Any) -> Undo:
+    undo: Undo = importlib.import_module(_deepspeed).apply(module)
+    return undo
+
+
 def _tell_own_name(module: Any) -> Undo:
     from symcomm.torch_backend.torch_patches import replace_gloo
 
@@ -70,12 +77,13 @@ _THEN: dict[str, Callable[[Any], Undo]] = {
     "torch._inductor.compile_fx": _install,
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": fsdp_buffers.apply,
     _ALLOCATES: _allocate,
+    "deepspeed.comm.torch": _reduce_for_inference,
     "torch.distributed.nn.functional": _tell_own_name,
     "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": _tell_own_name,
 }
 _WITH_GROUPS = (
     "torch.fx.experimental.proxy_tensor", "torch.distributed.tensor.debug._comm_mode", "torch._dynamo.trace_rules",
-    "torch._inductor.compile_fx", "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+    "torch._inductor.compile_fx", "torch.distributed.fsdp._fully_shard._fsdp_param_group", "deepspeed.comm.torch",
 )  # fmt: skip
 _wanted: set[str] = set()
 _done: dict[str, Undo] = {}
