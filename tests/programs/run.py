@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "how-to" / "integrations.md"
 BEGIN, END = "<!-- programs: begin -->", "<!-- programs: end -->"
 OURS = ("typer>=0.12.5", "rich>=13", "h11>=0.16", "setuptools>=68", "numpy", "torch==2.13.0")
 HEADER = ("program", "what ran", "Symcomm", "Gloo", "same", "date")
-APART = ("frame", "run", "vllm_engine", "vllm_gloo", "vllm_serve")  # they help
+APART = ("frame", "run", "vllm_engine", "vllm_gloo", "vllm_hosts", "vllm_serve")  # they help
 BACKENDS = ("symcomm", "gloo")
 BUSY = Neighbours(duty=0.25, burst=0.004)
 ROUNDING = 1e-5  # relative: of sums that were taken in another order
