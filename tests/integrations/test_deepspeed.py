@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import sys
 import types
 
@@ -29,12 +31,24 @@ class TorchBackend:
         return tensor
 
 
+class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the module, and makes it: what waits for its import is told, as of the real one."""
+
+    def find_spec(self, name, path, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "deepspeed.comm.torch" else None
+
+    def exec_module(self, module):
+        module.TorchBackend = TorchBackend
+
+
 def sums(say, rank: int, folder: str, backend: str) -> None:
     torch.set_num_threads(1)
-    module = types.ModuleType("deepspeed.comm.torch")
-    module.TorchBackend = TorchBackend
-    sys.modules["deepspeed.comm.torch"] = module
     importlib.import_module("symcomm.torch_backend")
+    for package in ("deepspeed", "deepspeed.comm"):
+        sys.modules[package] = types.ModuleType(package)
+        sys.modules[package].__path__ = []
+    sys.meta_path.append(StandIn())
+    importlib.import_module("deepspeed.comm.torch")
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     alone = dist.new_group([0]), dist.new_group([1])
     comm = TorchBackend()

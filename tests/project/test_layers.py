@@ -72,6 +72,7 @@ LOADED_BY_NAME = {
     ("group", "windows"),  # group.new_window()
     ("symm_mem", "torch_backend"),  # torch.ops.symm_mem, once torch is loaded
     ("torch_backend", "compile"),  # our lowerings, once Inductor is imported
+    ("torch_backend", "integrations"),  # DeepSpeed's sums, once that is imported
     ("observe", "cli"),  # `symcomm doctor` starts two ranks of a script
 }
 
