@@ -62,7 +62,7 @@ browser: $(BUILT) ## a browser for the tests of the live page: playwright's own,
 docs: $(BUILT) ## the site, in build/site; a broken link or an undocumented name fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "build/site/index.html"
 
-test: $(BUILT) lint ## lint, types and all tests (about 11 minutes on 2 cores)
+test: $(BUILT) lint ## lint, types and all tests (about 18 minutes on 2 cores)
 	@$(BIN)/python -m tests.tools.side_by_side -n $(TESTERS)
 
 check: $(BUILT) lint ## lint, types and the tests that matter most for what changed (a minute and a half)
