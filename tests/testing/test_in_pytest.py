@@ -25,8 +25,8 @@ from symcomm import testing
 
 @testing.ranks(2, mode="MODE")
 def test_first(group):
-    print("from rank", group.rank)
-    print("and on stderr", group.rank, file=sys.stderr)
+    sys.stdout.write(f"from rank {group.rank}\\n")
+    sys.stderr.write(f"and on stderr {group.rank}\\n")
     group.barrier()
     assert group.rank == 0, "not here"
 
@@ -56,6 +56,25 @@ def test_tracebacks_and_what_ranks_printed(mode, tmp_path):
     stdout, stderr = out.split("Captured stdout call")[1].split("Captured stderr call")
     assert sorted(re.findall(r"^from rank \d", stdout, re.M)) == ["from rank 0", "from rank 1"], out
     assert sorted(re.findall(r"^and on stderr \d", stderr, re.M)) == ["and on stderr 0", "and on stderr 1"], out
+
+
+PRINTING = """
+from symcomm import testing
+
+@testing.ranks(3, mode="processes")
+def test_it(group):
+    for _ in range(100):
+        print("rank", group.rank, "prints", "five", "words")
+"""
+
+
+@pytest.mark.parametrize("how", ["fd", "sys"])
+def test_lines_of_processes_are_whole(how, tmp_path):
+    """Also with --capture=sys, which keeps what is printed in memory: that of a fork would be lost."""
+    write(tmp_path, PRINTING)
+    code, out = said(tmp_path, f"--capture={how}", "-rP")
+    expected = [f"rank {rank} prints five words" for rank in range(3) for _ in range(100)]
+    assert code == 0 and sorted(line for line in out.splitlines() if "words" in line) == expected, out
 
 
 def test_the_plugin_loads_nothing():

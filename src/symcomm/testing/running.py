@@ -266,6 +266,7 @@ def _run_processes(setting: _Setting) -> list[End]:
 def _live(setting: _Setting, rank: int, file: int, sender: Any, parent: int) -> None:
     """A fork's whole life."""
     try:
+        _write_whole_lines()
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         n = str(setting.n)
@@ -287,6 +288,14 @@ def _live(setting: _Setting, rank: int, file: int, sender: Any, parent: int) -> 
         if parent == os.getppid():
             signal.pause()  # until the parent kills it: its end must not look like a fault to the others
         os._exit(0)
+
+
+def _write_whole_lines() -> None:
+    """Pytest's streams write each word that is printed at once, and so would mix those of several ranks."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # --capture=sys keeps it in memory
+            descriptor = getattr(sys, name).fileno()
+        setattr(sys, name, os.fdopen(descriptor, "w", 1, "utf-8", "backslashreplace", closefd=False))
 
 
 def _join(setting: _Setting, rank: int, path: str) -> Any:
