@@ -74,6 +74,23 @@ def test_layers_have_the_same_bits_on_any_number_of_ranks(dtype: torch.dtype):
     assert found[0] == found[1] == found[2]
 
 
+def compiled(group: Any) -> str:
+    """Hashes of output and input's gradient. A shard's 4 x 72 activations of one row are no multiple of 64 elements."""
+    torch.set_num_threads(1)
+    whole_up, whole_down, _ = whole_layers(72, torch.float32)
+    up, down = ColumnParallelLinear(whole_up, SHARDS, group), RowParallelLinear(whole_down, SHARDS, group)
+    x = torch.randn(5, 72, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    y = torch.compile(lambda x: x + down(nn.functional.silu(up(x * 1.5))) * 0.7)(x)
+    y.square().sum().backward()
+    return digest(y) + digest(x.grad)
+
+
+@pytest.mark.timeout(300)  # seven processes compile
+@pytest.mark.usefixtures("forked_ranks")
+def test_compiled_models_have_the_same_bits_on_any_number_of_ranks():
+    assert len({bits for ranks in (1, 2, 4) for bits in symcomm.spawn(compiled, ranks, deadline=300)}) == 1
+
+
 # --- the model ---------------------------------------------------------------------------------------------------
 
 CONFIG = Config(layers=1, width=512, vocabulary=512, length=24, batch=3)

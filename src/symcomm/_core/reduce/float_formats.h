@@ -166,7 +166,7 @@ SYMCOMM_INLINE void float16_store(char *to, float32_quad q) {
 
 #else
 #define FLOAT16_STYLE SHORT
-SYMCOMM_CALLED float32_quad float16_load(const char *from) {
+SYMCOMM_INLINE float32_quad float16_load(const char *from) {
     words low = words_at(from, 0), high = words_at(from, 1);
     return (float32_quad){
         small_float_decode(low & 0xffff, FORMAT_float16), small_float_decode(low >> 16, FORMAT_float16),
@@ -186,7 +186,7 @@ SYMCOMM_CALLED void float16_store(char *to, float32_quad q) {
 /* Four elements a word. They are functions, since kernels use them often and they are too long for a call to matter. */
 #define FLOAT8_FORMAT(T)                                                                                               \
     SMALL_FORMAT(T, 1)                                                                                                 \
-    SYMCOMM_CALLED float32_quad T##_load(const char *from) {                                                           \
+    SYMCOMM_INLINE float32_quad T##_load(const char *from) {                                                           \
         words w = words_at(from, 0);                                                                                   \
         return (float32_quad){small_float_decode(w & 0xff, FORMAT_##T), small_float_decode(w >> 8 & 0xff, FORMAT_##T), \
                               small_float_decode(w >> 16 & 0xff, FORMAT_##T),                                          \

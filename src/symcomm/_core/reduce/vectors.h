@@ -111,7 +111,7 @@ SYMCOMM_INLINE words words_at(const char *from, int i) {
 }
 SYMCOMM_INLINE void put_words(char *to, int i, words value) { memcpy(to + i * VECTOR_BYTES, &value, sizeof value); }
 
-/* Less than a vector of bytes, at least one, filled up with zeros. */
+/* The first bytes of a vector, at least one; the others are zeros. */
 #if defined(SYMCOMM_SET_AVX512)
 #define FIRST_BYTES(BYTES) (~0ull >> (64 - (BYTES)))
 SYMCOMM_INLINE words few_words_at(const char *from, size_t bytes) {
@@ -143,16 +143,42 @@ SYMCOMM_INLINE void put_few_bytes(char *to, uint64_t value, size_t bytes) {
         to[bytes - 1] = (char)last;
     }
 }
-SYMCOMM_CALLED words few_words_at(const char *from, size_t bytes) {
-    eights value = {0};
-    for (size_t i = 0; i < VECTOR_BYTES / 8 && 8 * i < bytes; i++)
-        value[i] = few_bytes_at(from + 8 * i, bytes - 8 * i < 8 ? bytes - 8 * i : 8);
-    return (words)value;
+typedef uint64_t two_eights __attribute__((vector_size(16)));
+SYMCOMM_INLINE two_eights sixteen_at(const char *from, size_t bytes) { /* 1 to 16 */
+    if (bytes <= 8) return (two_eights){few_bytes_at(from, bytes)};
+    return (two_eights){few_bytes_at(from, 8), few_bytes_at(from + 8, bytes - 8)};
 }
-SYMCOMM_CALLED void put_few_words(char *to, words value, size_t bytes) {
-    for (size_t i = 0; i < VECTOR_BYTES / 8 && 8 * i < bytes; i++)
-        put_few_bytes(to + 8 * i, ((eights)value)[i], bytes - 8 * i < 8 ? bytes - 8 * i : 8);
+SYMCOMM_INLINE void put_sixteen(char *to, two_eights value, size_t bytes) {
+    put_few_bytes(to, value[0], bytes < 8 ? bytes : 8);
+    if (bytes > 8) put_few_bytes(to + 8, value[1], bytes - 8);
 }
+#if VECTOR_BYTES == 16
+SYMCOMM_INLINE words few_words_at(const char *from, size_t bytes) { return (words)sixteen_at(from, bytes); }
+SYMCOMM_INLINE void put_few_words(char *to, words value, size_t bytes) { put_sixteen(to, (two_eights)value, bytes); }
+#else
+/* Masks are of four bytes; other numbers of bytes take longer. */
+SYMCOMM_INLINE __m256i first_words(size_t bytes) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)bytes), (__m256i)(ints){0, 4, 8, 12, 16, 20, 24, 28});
+}
+SYMCOMM_CALLED words odd_words_at(const char *from, size_t bytes) {
+    const two_eights low = sixteen_at(from, bytes < 16 ? bytes : 16), none = {0};
+    const two_eights high = bytes > 16 ? sixteen_at(from + 16, bytes - 16) : none;
+    return (words)(eights){low[0], low[1], high[0], high[1]};
+}
+SYMCOMM_CALLED void put_odd_words(char *to, words value, size_t bytes) {
+    const eights v = (eights)value;
+    put_sixteen(to, (two_eights){v[0], v[1]}, bytes < 16 ? bytes : 16);
+    if (bytes > 16) put_sixteen(to + 16, (two_eights){v[2], v[3]}, bytes - 16);
+}
+SYMCOMM_INLINE words few_words_at(const char *from, size_t bytes) {
+    if (bytes % 4) return odd_words_at(from, bytes);
+    return (words)_mm256_maskload_epi32((const int *)from, first_words(bytes));
+}
+SYMCOMM_INLINE void put_few_words(char *to, words value, size_t bytes) {
+    if (bytes % 4) put_odd_words(to, value, bytes);
+    else _mm256_maskstore_epi32((int *)to, first_words(bytes), (__m256i)value);
+}
+#endif
 #endif
 
 SYMCOMM_INLINE void fill_unit(char *unit, const char *from, size_t bytes) {
@@ -421,17 +447,19 @@ enum { BLOCK = 4096 };
     }
 #define EACH_UNIT(T) for (size_t at = 0; at < end; at += T##_unit)
 
-/* SHORT: for formats whose conversion takes longer than all else. One loop takes any number of sources. */
-#define SHORT_FOLDS(NAME, T, K)                                                                          \
-    SYMCOMM_CALLED T##_quad NAME##_part_at(const char *from, size_t at, size_t bytes, char *unit, K k) { \
-        if (bytes == T##_unit) return NAME##_at(from, at, k);                                            \
-        fill_unit(unit, from + at, bytes);                                                               \
-        return NAME##_at(unit, 0, k);                                                                    \
-    }                                                                                                    \
-    SYMCOMM_CALLED T##_quad NAME##_tree(const char *const *s, int n, size_t at, size_t bytes, K k) {     \
-        char unit[T##_unit] = {0};                                                                       \
-        TREE(T##_quad, a, s, n, NAME##_join, NAME##_part_at, at, bytes, unit, k)                         \
-        return a;                                                                                        \
+/* SHORT: for formats whose conversion takes longer than all else. One loop takes any number of sources, one by one. */
+#define SHORT_FOLDS(NAME, T, K)                                                                              \
+    SYMCOMM_CALLED T##_quad NAME##_tree(const char *const *s, int n, size_t at, size_t bytes, K k) {         \
+        char unit[T##_unit] = {0};                                                                           \
+        T##_quad waiting[LEVELS + 2];                                                                        \
+        for (int i = 0, depth = 0;; i++, depth++) {                                                          \
+            const char *from = s[i] + at;                                                                    \
+            if (bytes < T##_unit) fill_unit(unit, from, bytes), from = unit;                                 \
+            T##_quad a = NAME##_at(from, 0, k);                                                              \
+            for (int c = i + 1 < n ? COMPLETED(i) : depth; c > 0; c--) a = NAME##_join(waiting[--depth], a); \
+            if (i + 1 == n) return a;                                                                        \
+            waiting[depth] = a;                                                                              \
+        }                                                                                                    \
     }
 #define SHORT_KERNEL(NAME, FOLDED, T, K, OUT)                                                                     \
     VECTOR_OUT(NAME, T, K, OUT)                                                                                   \
