@@ -183,7 +183,7 @@ SYMCOMM_CALLED void float16_store(char *to, float32_quad q) {
 
 /* --- float8 -------------------------------------------------------------------------------------------------- */
 
-/* Four elements a word. They are functions, since kernels use them often and they are too long for a call to matter. */
+/* Four elements a word. Stores are functions: kernels use them often, and they are too long for a call to matter. */
 #define FLOAT8_FORMAT(T)                                                                                               \
     SMALL_FORMAT(T, 1)                                                                                                 \
     SYMCOMM_INLINE float32_quad T##_load(const char *from) {                                                           \
