@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -65,20 +66,32 @@ for nbytes in workload["sizes"]:
 """
 
 
-def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str) -> list[module.GpuMeasurement]:
+def measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str, services: list[str]
+) -> list[module.GpuMeasurement]:
     (tmp_path / "stand_in_rank.py").write_text(RANK)
     monkeypatch.setattr(module, "WORKER", "stand_in_rank")
     monkeypatch.setattr(module, "STEP_S", 1.0)
-    environment = {"PYTHONPATH": str(tmp_path), "STUCK": stuck}
     workload = module.GpuWorkload(ranks=2, rounds=1, sizes=(4096, 1 << 20, 1 << 21))
-    return module._measure(workload, module.MPS, environment, lambda what: None)
+
+    @contextlib.contextmanager
+    def service():
+        services.append("started")
+        try:
+            yield {"PYTHONPATH": str(tmp_path), "STUCK": stuck}
+        finally:
+            services.append("stopped")
+
+    return module._measure(workload, module.MPS, service, lambda what: None)
 
 
 @pytest.mark.parametrize("stuck", ["gloo", "torch"])
 def test_a_side_that_stands_still_is_named_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stuck: str
 ):
-    found = measure(tmp_path, monkeypatch, stuck)
+    services: list[str] = []
+    found = measure(tmp_path, monkeypatch, stuck, services)
+    assert services == ["started", "stopped"] * 2  # one whose clients were killed at work may let nobody in
     rest = [side for side in ("ordinary", "gloo", "torch") if side != stuck]
     assert sorted((f.nbytes, f.side) for f in found) == sorted(
         [(4096, stuck), *((size, side) for size in (4096, 1 << 20, 1 << 21) for side in rest)]
@@ -90,5 +103,5 @@ def test_a_side_that_stands_still_is_named_and_left_out(
 
 def test_ours_that_stands_still_says_where_its_ranks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(errors.SymcommError, match="bench gpu, ordinary with 1 MiB timed out after 1 s") as raised:
-        measure(tmp_path, monkeypatch, "ordinary")
+        measure(tmp_path, monkeypatch, "ordinary", [])
     assert str(raised.value).count("in stand_still") == 2  # both ranks

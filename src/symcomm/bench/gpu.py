@@ -11,7 +11,8 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,17 +70,17 @@ class GpuMeasurement(Measurement):
 def run_gpu_bench(workload: GpuWorkload, tick: Tick = quiet, seen: Seen = quiet) -> list[GpuMeasurement]:
     """Measure both ways to share the GPU; only the first where this machine has no MPS."""
     need_cuda("symcomm bench gpu")
-    found = _measure(workload, TURNS, {}, tick)
+    found = _measure(workload, TURNS, contextlib.nullcontext, tick)
     seen(found)
-    with contextlib.ExitStack() as stack:
-        try:
-            environment = stack.enter_context(multi_process_service())
-        except (errors.CallerError, errors.ResourceError) as error:
-            print(f"# with MPS: not measured. {error}", file=sys.stderr)
-            return found
-        found += _measure(workload, MPS, environment, tick)
-        seen(found)
+    try:
+        with multi_process_service():
+            pass
+    except (errors.CallerError, errors.ResourceError) as error:
+        print(f"# with MPS: not measured. {error}", file=sys.stderr)
         return found
+    found += _measure(workload, MPS, multi_process_service, tick)
+    seen(found)
+    return found
 
 
 class _StoodStill(Exception):
@@ -89,12 +90,18 @@ class _StoodStill(Exception):
         self.doing = doing
 
 
-def _measure(workload: GpuWorkload, sharing: str, environment: Mapping[str, str], tick: Tick) -> list[GpuMeasurement]:
-    """Run the ranks. If a side that is not ours stands still, say so and leave it out from that size on."""
+def _measure(
+    workload: GpuWorkload, sharing: str, service: Callable[[], AbstractContextManager[Mapping[str, str] | None]],
+    tick: Tick,
+) -> list[GpuMeasurement]:  # fmt: skip
+    """Run the ranks. If a side that is not ours stands still, say so and leave it out from that size on.
+
+    Each try has a ``service`` of its own: one whose clients were killed while they used the GPU lets nobody in."""
     found: dict[tuple[int, str], GpuMeasurement] = {}
     while True:
         try:
-            _run(workload, sharing, environment, tick, found)
+            with service() as environment:
+                _run(workload, sharing, environment or {}, tick, found)
             return list(found.values())
         except _StoodStill as still:
             side, nbytes = still.doing["doing"], still.doing["nbytes"]

@@ -74,7 +74,7 @@ def lines_of(
             continue
         if found is None:
             return
-        deadline, last, silent = later, word(found.strip()[:100]), 0.0
+        deadline, last, silent = later, word(found.strip())[:100], 0.0
         yield found
 
 
