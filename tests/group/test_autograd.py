@@ -16,7 +16,7 @@ import torch
 import symcomm
 from symcomm import errors, symm_mem, testing
 from symcomm._core import native
-from symcomm.group import torch_layout
+from symcomm.group import torch_layout, torch_values
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.p2p import ANY_SOURCE, Message
 from symcomm.group.process_group import ProcessGroup
@@ -137,6 +137,7 @@ def test_where_the_counter_cannot_be_found_torch_raises_it():
             symcomm.spawn(_refusals, WORLD, mode="threads", timeout=20, deadline=60)
         finally:
             native.use_tensors(kinds, api, layout)
+            native.use_values(torch_values.value_layout(torch))
             native.use_autograd(*autograd, torch_layout.asks_requires_grad(torch))
 
 

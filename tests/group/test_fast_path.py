@@ -5,6 +5,7 @@ The same through torch.distributed is in tests/torch_backend/checks/ways.py.
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -18,12 +19,13 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm._core import native
-from symcomm.group import torch_layout
+from symcomm.group import torch_layout, torch_values
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.p2p import Message
 from symcomm.group.process_group import ProcessGroup
 from symcomm.ops import BY_NAME, CACHED
 from symcomm.torch_backend import options_layout
+from symcomm.types import DType
 from tests.support.tensor_kinds import OF_THEIR_MEMORY, OTHERS, at_low_address, low_buffer
 
 pytestmark = pytest.mark.torch_versions
@@ -209,6 +211,73 @@ def test_where_torchs_memory_cannot_be_read_it_is_asked(monkeypatch: pytest.Monk
         _refuses_tensors_without_memory()
     finally:
         native.use_tensors(kinds, api, layout)
+        native.use_values(torch_values.value_layout(torch))
+
+
+DTYPES = [getattr(torch, dtype.label) for dtype in DType if hasattr(torch, dtype.label)]
+
+
+def _random_tensor(rng: random.Random) -> torch.Tensor:
+    """Of up to seven dimensions, a view of a view of some other."""
+    shape = [rng.choice((0, 1, 1, 2, 3, 4, 7)) for _ in range(rng.randrange(8))]
+    tensor = torch.zeros(shape, dtype=rng.choice(DTYPES))
+    for _ in range(rng.randrange(4)):
+        dims, views = tensor.dim(), ["view", "detach"]
+        views += ["select", "slice", "step", "permute", "expand", "unsqueeze"] if dims else []
+        how, dim = rng.choice(views), rng.randrange(dims) if dims else 0
+        length = tensor.shape[dim] if dims else 0
+        if how == "select" and length:
+            tensor = tensor.select(dim, rng.randrange(length))
+        elif how in ("slice", "step"):
+            step = 1 if how == "slice" else 2
+            tensor = tensor[(slice(None),) * dim + (slice(rng.randrange(length + 1), None, step),)]
+        elif how == "permute":
+            tensor = tensor.permute(rng.sample(range(dims), dims))
+        elif how == "expand":
+            tensor = tensor.unsqueeze(0).expand(rng.choice((1, 3)), *tensor.shape)
+        elif how == "unsqueeze":
+            tensor = tensor.unsqueeze(dim)
+        else:
+            tensor = tensor.detach()
+    return tensor
+
+
+def test_tensors_are_viewed_as_dlpack_views_them():
+    """By a few words of torch's objects, and by asking torch: the same address, count and type, or the same refusal."""
+    torch_dtypes()
+    rng = random.Random(5)
+    tensors = [_random_tensor(rng) for _ in range(3000)]
+    with torch.inference_mode():
+        tensors += [_random_tensor(rng) for _ in range(300)]
+    tensors += [torch.nn.Parameter(torch.ones(3, 4)), torch.ones(3).requires_grad_()]
+    tensors += [torch.frombuffer(bytearray(9), dtype=torch.int8)]
+    tensors += [torch.from_numpy(array) for array in (np.zeros((3, 4)), np.zeros((3, 4)).T, np.zeros(7)[2:])]
+    resized = torch.ones(4)
+    tensors += [resized.resize_(100), torch.ones(4).share_memory_(), torch.ones(5).set_(torch.ones(9), 2, (3,), (1,))]
+    try:
+        seen = [native.view_tensor(tensor) for tensor in tensors]
+        native.use_values(None)
+        asked = [native.view_tensor(tensor) for tensor in tensors]
+    finally:
+        native.use_values(torch_values.value_layout(torch))
+    assert seen == asked
+    assert {view[2] for view in seen if view} == {torch_dtypes()[t.dtype] for t in tensors}
+    assert 1000 < sum(view is not None for view in seen) < 3000
+
+
+def _sum_lazy_clones(g: ProcessGroup) -> None:
+    for kept in ("source", "clone"):
+        source = torch.full((3,), float(g.rank + 1))
+        clone = torch._lazy_clone(source)  # shares its memory with the source until one is written
+        written, other = (clone, source) if kept == "source" else (source, clone)
+        for k in range(3):
+            g.all_reduce(written)
+            assert written.tolist() == [3.0 * 2**k] * 3
+            assert other.tolist() == [float(g.rank + 1)] * 3, "written through its lazy clone"
+
+
+def test_a_lazy_clone_has_memory_of_its_own_before_it_is_written():
+    threads(_sum_lazy_clones)
 
 
 def test_the_places_that_the_core_reads_are_found_in_this_torch():
@@ -217,7 +286,10 @@ def test_the_places_that_the_core_reads_are_found_in_this_torch():
     assert layout is not None and len(layout[3]) == 2
     assert min(layout[4:]) > 0, "autograd's version counter"
     assert torch_layout.asks_requires_grad(torch)
+    values = torch_values.value_layout(torch)
+    assert values is not None
     with torch.inference_mode(), torch.device("meta"):
+        assert torch_values.value_layout(torch) == values
         assert torch_layout.tensor_layout(torch) == layout, "whatever the program was in the middle of"
     assert options_layout.install() == set(CACHED)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "src" / "symcomm" / "_core"
-KERNELS = {"avx2.c", "avx512.c", "baseline.c", "bf16.c", "fp16.c"}
+KERNELS = {"avx2.c", "avx512.c", "avx512_wide.c", "baseline.c", "bf16.c", "fp16.c"}
 FLAGS = ["-std=gnu11", "-fanalyzer", "-Wall", "-Wextra", "-DPy_LIMITED_API=0x030A0000", "-D_GNU_SOURCE=1"]
 
 # File, function, warning: why it is none.

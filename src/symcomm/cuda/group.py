@@ -95,6 +95,7 @@ class CudaGroup(GroupCalls):
         self.core, self.state = core, core.state
         core.interception.add_facade(self, GROUP_CALLS)
         self.rank, self.size, self.name = core.rank, core.size, core.name
+        self._call_seen = native.call_unseen
         self.device = device
         self.views = device_views(device)
         native.use_gpu_keys(gpu_keys(torch, device))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.torch_layout import asks_requires_grad, tensor_layout
+from symcomm.group.torch_values import value_layout
 from symcomm.types import DType
 
 _NUMPY = {
@@ -36,6 +37,7 @@ def torch_dtypes() -> dict[Any, DType]:
             autograd = torch.autograd.graph.increment_version, torch.is_grad_enabled
             native.use_autograd(*autograd, asks_requires_grad(torch))
             native.use_tensors(kinds, api, tensor_layout(torch))
+            native.use_values(value_layout(torch))
         found = {getattr(torch, dtype.label): dtype for dtype in DType if hasattr(torch, dtype.label)}
         _torch_dtypes.update(found)  # last: another thread may be reading it
     return _torch_dtypes

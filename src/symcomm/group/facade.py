@@ -16,7 +16,6 @@ from itertools import chain
 from typing import Any, Protocol
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.group import request
 from symcomm.group.buffers import (
     in_turn,
@@ -69,7 +68,7 @@ class GroupCalls:
     executor: Executor
     views: Views = HOST_VIEWS
     # (call, root or op, input, output, async_op, name) -> 0 or a work; a failure; or -1: the core knows no such call
-    _call_seen: Callable[..., Any] = native.call_unseen
+    _call_seen: Callable[..., Any]
 
     @property
     @abstractmethod
@@ -99,10 +98,11 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_ALL_REDUCE, op, tensor, tensor, async_op, "all_reduce")
-            if type(op) is not RedOpType and status == -1:
+            call_seen = self._call_seen
+            status = call_seen(_ALL_REDUCE, op, tensor, tensor, async_op, "all_reduce")
+            if status == -1 and type(op) is not RedOpType:
                 op = plain_op(op)
-                status = self._call_seen(_ALL_REDUCE, op, tensor, tensor, async_op, "all_reduce")
+                status = call_seen(_ALL_REDUCE, op, tensor, tensor, async_op, "all_reduce")
         return self._go_on(status, request.all_reduce, (tensor, op), async_op, timeout) if status else None
 
     def reduce(self, tensor: Any, root: int = 0, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -112,10 +112,11 @@ class GroupCalls:
         detail = root << 8 | op if type(root) is int and type(op) is RedOpType else None  # rooted(), inlined
         status = -1
         if timeout is None:
-            status = self._call_seen(_REDUCE, detail, tensor, tensor, async_op, "reduce")
-            if type(op) is not RedOpType and status == -1:
+            call_seen = self._call_seen
+            status = call_seen(_REDUCE, detail, tensor, tensor, async_op, "reduce")
+            if status == -1 and type(op) is not RedOpType:
                 op = plain_op(op)
-                status = self._call_seen(_REDUCE, rooted(root, op), tensor, tensor, async_op, "reduce")
+                status = call_seen(_REDUCE, rooted(root, op), tensor, tensor, async_op, "reduce")
         return self._go_on(status, request.reduce, (tensor, root, op), async_op, timeout) if status else None
 
     def reduce_scatter_single(
@@ -126,10 +127,11 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_REDUCE_SCATTER_SINGLE, op, input, output, async_op, "reduce_scatter_single")
-            if type(op) is not RedOpType and status == -1:
+            call_seen = self._call_seen
+            status = call_seen(_REDUCE_SCATTER_SINGLE, op, input, output, async_op, "reduce_scatter_single")
+            if status == -1 and type(op) is not RedOpType:
                 op = plain_op(op)
-                status = self._call_seen(_REDUCE_SCATTER_SINGLE, op, input, output, async_op, "reduce_scatter_single")
+                status = call_seen(_REDUCE_SCATTER_SINGLE, op, input, output, async_op, "reduce_scatter_single")
         return (
             self._go_on(status, request.reduce_scatter_single, (output, input, op), async_op, timeout)
             if status
@@ -144,10 +146,11 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_REDUCE_SCATTER, op, inputs, output, async_op, "reduce_scatter")
-            if type(op) is not RedOpType and status == -1:
+            call_seen = self._call_seen
+            status = call_seen(_REDUCE_SCATTER, op, inputs, output, async_op, "reduce_scatter")
+            if status == -1 and type(op) is not RedOpType:
                 op = plain_op(op)
-                status = self._call_seen(_REDUCE_SCATTER, op, inputs, output, async_op, "reduce_scatter")
+                status = call_seen(_REDUCE_SCATTER, op, inputs, output, async_op, "reduce_scatter")
         return self._go_on(status, request.reduce_scatter, (output, inputs, op), async_op, timeout) if status else None
 
     # --- copies -----------------------------------------------------------------------------------------------
@@ -158,7 +161,8 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_BROADCAST, root, tensor, tensor, async_op, "broadcast")
+            call_seen = self._call_seen
+            status = call_seen(_BROADCAST, root, tensor, tensor, async_op, "broadcast")
         return self._go_on(status, request.broadcast, (tensor, root), async_op, timeout) if status else None
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -167,7 +171,8 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_ALL_GATHER_SINGLE, 0, input, output, async_op, "all_gather_single")
+            call_seen = self._call_seen
+            status = call_seen(_ALL_GATHER_SINGLE, 0, input, output, async_op, "all_gather_single")
         return self._go_on(status, request.all_gather_single, (output, input), async_op, timeout) if status else None
 
     def all_gather(self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -176,7 +181,8 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_ALL_GATHER, 0, input, outputs, async_op, "all_gather")
+            call_seen = self._call_seen
+            status = call_seen(_ALL_GATHER, 0, input, outputs, async_op, "all_gather")
         return self._go_on(status, request.all_gather, (outputs, input), async_op, timeout) if status else None
 
     def gather(
@@ -187,7 +193,8 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_GATHER, root, input, outputs, async_op, "gather")
+            call_seen = self._call_seen
+            status = call_seen(_GATHER, root, input, outputs, async_op, "gather")
         return self._go_on(status, request.gather, (outputs, input, root), async_op, timeout) if status else None
 
     def gather_single(
@@ -198,7 +205,8 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_GATHER_SINGLE, root, input, output, async_op, "gather_single")
+            call_seen = self._call_seen
+            status = call_seen(_GATHER_SINGLE, root, input, output, async_op, "gather_single")
         return self._go_on(status, request.gather_single, (output, input, root), async_op, timeout) if status else None
 
     def scatter(
@@ -209,7 +217,8 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_SCATTER, root, inputs, output, async_op, "scatter")
+            call_seen = self._call_seen
+            status = call_seen(_SCATTER, root, inputs, output, async_op, "scatter")
         return self._go_on(status, request.scatter, (output, inputs, root), async_op, timeout) if status else None
 
     def scatter_single(
@@ -220,7 +229,8 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_SCATTER, root, input, output, async_op, "scatter_single")
+            call_seen = self._call_seen
+            status = call_seen(_SCATTER, root, input, output, async_op, "scatter_single")
         return self._go_on(status, request.scatter_single, (output, input, root), async_op, timeout) if status else None
 
     # --- all to all -------------------------------------------------------------------------------------------
@@ -236,7 +246,8 @@ class GroupCalls:
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if output_splits is None and input_splits is None and timeout is None:
-            status = self._call_seen(_ALL_TO_ALL_SINGLE, 0, input, output, async_op, "all_to_all_single")
+            call_seen = self._call_seen
+            status = call_seen(_ALL_TO_ALL_SINGLE, 0, input, output, async_op, "all_to_all_single")
         if not status:
             return None
         args = (output, input, output_splits, input_splits, partial(self.executor.agree, bool(async_op), timeout))
@@ -319,7 +330,8 @@ class GroupCalls:
         Raises: CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         status = -1
         if timeout is None:
-            status = self._call_seen(_BARRIER, 0, None, None, async_op, "barrier")
+            call_seen = self._call_seen
+            status = call_seen(_BARRIER, 0, None, None, async_op, "barrier")
         return self._go_on(status, request.barrier, (), async_op, timeout) if status else None
 
     def all_gather_bytes(self, item: bytes, timeout: Timeout = None) -> list[bytes]:

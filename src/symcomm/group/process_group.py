@@ -54,9 +54,9 @@ class ProcessGroup(GroupCalls, HookMethods):
 
     # Slots, since a dictionary of thirty attributes slows every call of a method: Python searches it first.
     __slots__ = (
-        "_call_hooks", "arena", "attached", "base_name", "before_leaving", "executor", "exposed", "given_limits",
-        "global_ranks", "handle", "interception", "messages", "monitored_barriers", "name", "newcomers", "peers",
-        "plan_limits", "rank", "size", "state",
+        "_call_hooks", "_call_seen", "arena", "attached", "base_name", "before_leaving", "executor", "exposed",
+        "given_limits", "global_ranks", "handle", "interception", "messages", "monitored_barriers", "name", "newcomers",
+        "peers", "plan_limits", "rank", "size", "state",
     )  # fmt: skip
     executor: HostExecutor
     messages: Messages
@@ -83,6 +83,7 @@ class ProcessGroup(GroupCalls, HookMethods):
         self.interception = Interception()
         self.interception.add_facade(self, GROUP_CALLS)
         self._call_hooks = CallHooks(self.interception)
+        self._call_seen: Callable[..., Any] = native.call_unseen
         self.before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
         self.attached: dict[tuple[str, int], Any] = {}  # what layers above made for it, by kind and device
         self.exposed: dict[int, Any] = {}  # memory that peers may write to, by window

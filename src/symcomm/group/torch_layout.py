@@ -12,11 +12,12 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 WORD = 8
 OBJECT_BYTES = 256  # of a C++ object to look at; torch's tensors have less than 200
 MEMORY = "/proc/self/mem"
+T = TypeVar("T")
 
 # Places of the C++ object in the Python object, and of keys and storage offset in the C++ object. The keys of plain
 # tensors. Places of the version counter and of the number in it, both -1 where they are not found.
@@ -84,13 +85,18 @@ def gpu_keys(torch: Any, device: int) -> tuple[int, ...]:
     return tuple(keys)
 
 
-def tensor_layout(torch: Any) -> TensorLayout | None:
-    """What ``native.use_tensors`` takes; None where this torch keeps these words in another way."""
+def reading_torch(torch: Any, find: Callable[[Any], T | None]) -> T | None:
+    """``find(torch)``, or None if this torch does not have what it looks at, or the memory cannot be read."""
     try:
         with _without_modes(torch):
-            return _find(torch)
+            return find(torch)
     except (OSError, ImportError, AttributeError, RuntimeError, TypeError, ValueError):
         return None
+
+
+def tensor_layout(torch: Any) -> TensorLayout | None:
+    """What ``native.use_tensors`` takes; None where this torch keeps these words in another way."""
+    return reading_torch(torch, _find)
 
 
 def _find(torch: Any) -> TensorLayout | None:

@@ -107,17 +107,21 @@ static void depart_if_late(struct blocks *b) {
 static THREAD_LOCAL struct visit *visits; /* this thread's counted visits, the innermost first */
 static THREAD_LOCAL char this_thread;     /* its address names the thread */
 
-/* The one place that makes visits. */
-static struct visit make_visit(struct group *g, bool refused) {
+/* The one place that makes visits. Field by field: a copy of the whole would wait for the stores of its parts. */
+static inline void make_visit(struct visit *v, struct group *g, bool refused) {
     struct blocks *b = g->blocks;
-    return (struct visit){.group = g, .blocks = refused ? b->refusing : b->shared, .stages = b->stages};
+    v->group = g;
+    v->blocks = refused ? b->refusing : b->shared;
+    v->stages = b->stages;
+    v->outer = NULL;
+    v->is_counted = false;
 }
 
 bool visit_begin(struct visit *v, struct group *g) {
     struct blocks *b = g->blocks;
     atomic_fetch_add(&b->visitors, 1);
     bool refused = atomic_load(&b->leaving);
-    *v = make_visit(g, refused);
+    make_visit(v, g, refused);
     if (refused) {
         atomic_fetch_sub(&b->visitors, 1);
         return false;
@@ -144,7 +148,7 @@ bool visit_lock(struct visit *v, struct group *g) {
     if (is_inside(b)) return false;
     caller_lock(&b->lock);
     atomic_store_explicit(&b->holder, &this_thread, memory_order_relaxed);
-    *v = make_visit(g, atomic_load_explicit(&b->left, memory_order_relaxed));
+    make_visit(v, g, atomic_load_explicit(&b->left, memory_order_relaxed));
     return true;
 }
 
@@ -170,7 +174,7 @@ bool visit_is_locked(const struct group *g) { return atomic_load(&g->blocks->hol
 bool leave_begin(struct visit *v, struct group *g) {
     struct blocks *b = g->blocks;
     if (atomic_exchange(&b->has_leaver, true)) return false;
-    *v = make_visit(g, false);
+    make_visit(v, g, false);
     struct control *me = b->shared[b->rank];
     uint64_t none = 0;
     atomic_store(&me->state, CONTROL_LEFT);

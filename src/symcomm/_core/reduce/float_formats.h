@@ -140,16 +140,16 @@ SYMCOMM_INLINE void float16_store(char *to, float32_quad q) {
     put_words(to, 1, (words)vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)q.v2), (float32x4_t)q.v3));
 }
 
-#elif defined(SYMCOMM_SET_AVX512) || defined(SYMCOMM_SET_AVX2)
+#elif defined(SYMCOMM_SET_WIDE) || defined(SYMCOMM_SET_AVX2)
 SYMCOMM_INLINE floats float16_load_vector(const char *from, int i) {
-#if defined(SYMCOMM_SET_AVX512)
+#if defined(SYMCOMM_SET_WIDE)
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)(from + i * VECTOR_BYTES / 2)));
 #else
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + i * VECTOR_BYTES / 2)));
 #endif
 }
 SYMCOMM_INLINE void float16_store_vector(char *to, int i, floats value) {
-#if defined(SYMCOMM_SET_AVX512)
+#if defined(SYMCOMM_SET_WIDE)
     _mm256_storeu_si256((void *)(to + i * VECTOR_BYTES / 2), _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
 #else
     _mm_storeu_si128((void *)(to + i * VECTOR_BYTES / 2), _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));

@@ -99,7 +99,9 @@ TWO_NATIVE(mean, scalar.real == 0.5)
       [RED_MIN] = {native_min, 1}, [RED_MAX] = {native_max, 1}, [RED_PREMUL_SUM] = {float16_premul_sum, 1},  \
       [RED_MEAN] = {float16_two_mean, 1}}}
 /* clang-format on */
+#endif
 
+#if defined(SYMCOMM_SET_FP16) || defined(SYMCOMM_SET_WIDE) /* sets that have nothing else */
 static const struct reduce_type halves_types[DT_COUNT] = {
     [DT_FLOAT16] = FLOAT16_TYPE,
     [DT_BFLOAT16] = BFLOAT16_TYPE,

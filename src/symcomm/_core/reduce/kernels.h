@@ -35,5 +35,6 @@ enum { REDUCE_SETS = 3 }; /* at most, on any architecture */
 const struct reduce_type *symcomm_kernels_baseline(void);
 const struct reduce_type *symcomm_kernels_avx2(void);
 const struct reduce_type *symcomm_kernels_avx512(void);
+const struct reduce_type *symcomm_kernels_avx512_wide(void); /* for long sums, beside the former */
 const struct reduce_type *symcomm_kernels_fp16(void);
 const struct reduce_type *symcomm_kernels_bf16(void);

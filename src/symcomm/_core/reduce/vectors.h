@@ -1,7 +1,8 @@
 /* Vectors as wide as the instruction set's registers, and kernels made of them.
  *
- * Included by one file per instruction set, which defines SYMCOMM_SET_AVX512, _AVX2, _FP16 or _BF16 where it is not the
- * baseline. The vector extensions of GCC and Clang do the arithmetic, intrinsics what these cannot express. */
+ * Included by one file per instruction set, which defines SYMCOMM_SET_AVX2, _AVX512 (and _AVX2 or _WIDE), _FP16 or
+ * _BF16 where it is not the baseline. The vector extensions of GCC and Clang do the arithmetic, intrinsics what these
+ * cannot express. */
 #pragma once
 
 #include <stddef.h>
@@ -16,7 +17,7 @@
 
 #include "reduce/kernels.h"
 
-#if defined(SYMCOMM_SET_AVX512)
+#if defined(SYMCOMM_SET_WIDE)
 #define VECTOR_BYTES 64
 #elif defined(SYMCOMM_SET_AVX2)
 #define VECTOR_BYTES 32
@@ -41,7 +42,7 @@ typedef int32_t ints VECTOR;
 SYMCOMM_INLINE ints pick_ints(ints mask, ints yes, ints no) {
 #if defined(__aarch64__)
     return (ints)vbslq_u32((uint32x4_t)mask, (uint32x4_t)yes, (uint32x4_t)no);
-#elif defined(SYMCOMM_SET_AVX2)
+#elif defined(SYMCOMM_SET_AVX2) && !defined(SYMCOMM_SET_AVX512)
     return (ints)_mm256_blendv_epi8((__m256i)no, (__m256i)yes, (__m256i)mask);
 #else
     return (mask & yes) | (~mask & no);
@@ -71,7 +72,7 @@ ORDER_VECTORS(doubles, f64)
 SYMCOMM_INLINE halves subtract_saturating(halves a, halves b) {
 #if defined(__aarch64__)
     return (halves)vqsubq_u16((uint16x8_t)a, (uint16x8_t)b);
-#elif defined(SYMCOMM_SET_AVX512)
+#elif defined(SYMCOMM_SET_WIDE)
     return (halves)_mm512_subs_epu16((__m512i)a, (__m512i)b);
 #elif defined(SYMCOMM_SET_AVX2)
     return (halves)_mm256_subs_epu16((__m256i)a, (__m256i)b);
@@ -112,13 +113,21 @@ SYMCOMM_INLINE words words_at(const char *from, int i) {
 SYMCOMM_INLINE void put_words(char *to, int i, words value) { memcpy(to + i * VECTOR_BYTES, &value, sizeof value); }
 
 /* The first bytes of a vector, at least one; the others are zeros. */
-#if defined(SYMCOMM_SET_AVX512)
+#if defined(SYMCOMM_SET_WIDE)
 #define FIRST_BYTES(BYTES) (~0ull >> (64 - (BYTES)))
 SYMCOMM_INLINE words few_words_at(const char *from, size_t bytes) {
     return (words)_mm512_maskz_loadu_epi8(FIRST_BYTES(bytes), from);
 }
 SYMCOMM_INLINE void put_few_words(char *to, words value, size_t bytes) {
     _mm512_mask_storeu_epi8(to, FIRST_BYTES(bytes), (__m512i)value);
+}
+#elif defined(SYMCOMM_SET_AVX512)
+#define FIRST_BYTES(BYTES) (~0u >> (32 - (BYTES)))
+SYMCOMM_INLINE words few_words_at(const char *from, size_t bytes) {
+    return (words)_mm256_maskz_loadu_epi8(FIRST_BYTES(bytes), from);
+}
+SYMCOMM_INLINE void put_few_words(char *to, words value, size_t bytes) {
+    _mm256_mask_storeu_epi8(to, FIRST_BYTES(bytes), (__m256i)value);
 }
 #else
 SYMCOMM_INLINE uint64_t few_bytes_at(const char *from, size_t bytes) { /* 1 to 8 */
@@ -236,10 +245,7 @@ PLAIN_FORMAT(complex128)
 /* Lanes A and B of each pair. */
 #define TWO_PAIRS(A, B) A, B, A + 2, B + 2
 #define FOUR_PAIRS(A, B) TWO_PAIRS(A, B), TWO_PAIRS(A + 4, B + 4)
-#if VECTOR_BYTES == 64
-#define PAIRS_OF_8(A, B) FOUR_PAIRS(A, B)
-#define PAIRS_OF_4(A, B) FOUR_PAIRS(A, B), FOUR_PAIRS(A + 8, B + 8)
-#elif VECTOR_BYTES == 32
+#if VECTOR_BYTES == 32
 #define PAIRS_OF_8(A, B) TWO_PAIRS(A, B)
 #define PAIRS_OF_4(A, B) FOUR_PAIRS(A, B)
 #else

@@ -1,4 +1,5 @@
-/* Views tensors through DLPack: torch's by a C function that torch exports for it, NumPy's by a method. */
+/* Views tensors: torch's by a few words of its C++ objects where their places are known, or else through DLPack by a C
+ * function that torch exports for it; NumPy's by a method. */
 #include "torch/tensor.h"
 
 #include "reduce/types.h"
@@ -59,6 +60,16 @@ static struct {
     uint64_t plain[MAX_PLAIN];    /* keys of tensors whose value is what their memory holds; 0: no more of them */
     uint64_t plain_on_gpu[MAX_PLAIN];
 } layout;
+
+/* Where torch's objects say where a tensor's values are, and how many of what type (symcomm/group/torch_values.py). */
+#define MOST_CODES 64 /* torch's numbers of dtypes are below that */
+static struct {
+    bool known;
+    Py_ssize_t storage_at, count_at, code_at, dense_at; /* in the C++ object */
+    Py_ssize_t data_at, asks_at;                        /* in its storage; asks: whether torch has to be asked */
+    unsigned char dense;                                /* the bit of contiguous tensors */
+    uint8_t dtypes[MOST_CODES];                         /* 255: none of ours */
+} values;
 
 static PyObject *is_neg, *storage_offset; /* methods of the first type, asked where the layout is not known */
 static PyObject *increment_version, *is_grad_enabled, *requires_grad; /* functions of torch's; a name */
@@ -173,10 +184,29 @@ static int view_array(PyObject *array, struct tensor_view *view) {
     return known_kind;
 }
 
+/* 1 or 0 as tensor_view(); -1: torch has to be asked, as its storage is shared until it is written to. */
+static int read_values(const char *cpp, struct tensor_view *view) {
+    const char *storage, *data;
+    uint16_t code;
+    int64_t start;
+    memcpy(&storage, cpp + values.storage_at, sizeof storage);
+    memcpy(&code, cpp + values.code_at, sizeof code);
+    if (storage == NULL || storage[values.asks_at]) return -1;
+    if (!(cpp[values.dense_at] & values.dense) || code >= MOST_CODES || values.dtypes[code] == 255) return 0;
+    memcpy(&data, storage + values.data_at, sizeof data);
+    memcpy(&view->count, cpp + values.count_at, sizeof view->count);
+    memcpy(&start, cpp + layout.start_at, sizeof start);
+    view->dtype = values.dtypes[code];
+    view->address = view->count && data ? (char *)data + start * symcomm_itemsize[view->dtype] : NULL;
+    return view->count == 0 || data;
+}
+
 int tensor_view(PyObject *tensor, struct tensor_view *view) {
     struct dl_tensor t;
     if (Py_TYPE(tensor) == array_type) return view_array(tensor, view);
     if (!is_known(Py_TYPE(tensor)) || (layout.object_at && !has_keys(tensor, layout.plain))) return 0;
+    int there = values.known ? read_values(cpp_object(tensor), view) : -1;
+    if (there >= 0) return there;
     if (!look(tensor, &t, view) || t.device_type != DL_CPU) return 0;
     if (!layout.object_at && (t.code == DL_COMPLEX || !says_false(is_neg, tensor))) return 0;
     return has_memory(tensor, view);
@@ -241,6 +271,7 @@ static int read_keys(PyObject *keys, uint64_t *into) {
 
 static int use_layout(PyObject *found) {
     layout.object_at = 0;
+    values.known = false;
     if (found == Py_None) return 0;
     Py_ssize_t object_at, keys_at, start_at, counter_at, version_at;
     PyObject *plain;
@@ -301,6 +332,22 @@ static PyObject *use_tensors(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_RETURN_TRUE;
 }
 
+/* use_values((place, ...) or None): after use_tensors() with a layout, whose C++ objects these places are in. */
+static PyObject *use_values(PyObject *Py_UNUSED(self), PyObject *found) {
+    values.known = false;
+    if (found == Py_None || !layout.object_at) Py_RETURN_NONE;
+    const char *dtypes;
+    Py_ssize_t n;
+    if (!PyTuple_Check(found)) return PyErr_Format(PyExc_TypeError, "use_values takes a tuple or None");
+    if (!PyArg_ParseTuple(found, "nnnnbnny#", &values.storage_at, &values.count_at, &values.code_at, &values.dense_at,
+                          &values.dense, &values.data_at, &values.asks_at, &dtypes, &n))
+        return NULL;
+    if (n != MOST_CODES) return PyErr_Format(PyExc_ValueError, "a number for each of %d dtypes", MOST_CODES);
+    memcpy(values.dtypes, dtypes, MOST_CODES);
+    values.known = true;
+    Py_RETURN_NONE;
+}
+
 /* use_arrays(ndarray): from now on, objects of exactly this type are viewed, too. Once. */
 static PyObject *use_arrays(PyObject *Py_UNUSED(self), PyObject *type) {
     PyObject *found = array_type ? NULL : PyObject_GetAttrString(type, "__dlpack__");
@@ -337,6 +384,7 @@ static PyObject *use_gpu_keys(PyObject *Py_UNUSED(self), PyObject *keys) {
 
 static PyMethodDef methods[] = {
     METHOD(use_tensors, METH_VARARGS, "(types, exchange_api, layout) -> whether that version is understood"),
+    METHOD(use_values, METH_O, "(places or None): where torch's tensors say where their values are"),
     METHOD(use_arrays, METH_O, "(ndarray) -> whether its objects can be viewed"),
     METHOD(view_tensor, METH_O, "(tensor) -> (address, count, dtype), or None when Python must look"),
     METHOD(view_gpu_tensor, METH_FASTCALL,
