@@ -3,8 +3,9 @@
     make programs NAMES=vllm           # makes the environment
     PYTHONPATH=src ~/.cache/symcomm/programs-vllm/bin/python -m tests.tools.vllm_rates [--compiled] [--bind "0|1"]
 
-All engines are up at the same time, and idle ones sleep. Prefill is prompts of 256 tokens and one more token; decode
-is prompts of 16 and 32 more tokens. The fastest round of each counts; the medians stand behind.
+All engines are up at the same time. A turn begins when the others sleep: vLLM's queues offer their cores for a second.
+Prefill is prompts of 256 tokens and one more token; decode is prompts of 16 and 32 more tokens. The fastest round of
+each counts; the medians stand behind.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests.programs.vllm import environment
 from tests.programs.vllm_engine import make_model
 
 VARIANTS = {"Symcomm": "symcomm", "sleeping": "symcomm,sleep", "shm": "none", "shm, sleeping": "sleep", "Gloo": "gloo"}
+QUIET = 1.3  # seconds
 KINDS = {"prefill": (1, 256), "decode": (32, 16)}  # tokens made, tokens of each prompt
 
 
@@ -47,6 +50,7 @@ class Engine:
 
     def seconds(self, count: int, tokens: int, length: int) -> float:
         assert self.process.stdin is not None
+        time.sleep(QUIET)
         self.process.stdin.write(json.dumps({"count": count, "tokens": tokens, "length": length}) + "\n")
         self.process.stdin.flush()
         return self.hear()["seconds"]
@@ -59,8 +63,9 @@ class Engine:
         self.process.wait()
 
 
-def measure(engines: dict[str, Engine], batches: list[int], rounds: int) -> None:
-    for kind, (tokens, length) in KINDS.items():
+def measure(engines: dict[str, Engine], kinds: list[str], batches: list[int], rounds: int) -> None:
+    for kind in kinds:
+        tokens, length = KINDS[kind]
         for batch in batches:
             times: dict[str, list[float]] = {name: [] for name in engines}
             for turn in range(rounds + 1):
@@ -80,6 +85,7 @@ def main() -> None:
     ask.add_argument("--model", default="llama8")
     ask.add_argument("--dtype", default="bfloat16")
     ask.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    ask.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     ask.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     ask.add_argument("--keep", help="a folder for models and compiled graphs: the next start is faster")
     ask.add_argument("--fork", action="store_true", help="start vLLM's processes as forks: faster on a busy machine")
@@ -98,7 +104,7 @@ def main() -> None:
                 )
             how = "compiled" if options.compiled else "eager"
             print(f"{options.model}, {options.dtype}, {how}, fastest (median) of {options.rounds} rounds", flush=True)
-            measure(engines, options.batches, options.rounds)
+            measure(engines, options.kinds, options.batches, options.rounds)
         finally:
             for engine in engines.values():
                 engine.end()
