@@ -46,6 +46,10 @@ SINCE = {
     "every_operator": ((2, 12), "it counts what is made in symmetric memory, which Inductor allows since torch 2.12"),
     "groups_of_their_own": ((2, 12), "before torch 2.12 Dynamo traces names of our groups, not the objects"),
     "messages_are_waited_for": ((2, 12), "the operators of messages came with torch 2.12"),
+    "results_of_other_strides_are_there_before_they_are_copied": (
+        (2, 12),
+        "before torch 2.12 its operators want contiguous tensors",
+    ),
     "strides_as_in_eager_code": ((2, 12), "before torch 2.12 Inductor gives the results strides of its own"),
     "the_table": ((2, 12), "some operators came with torch 2.12"),
     "graphs_that_hold_a_group": ((2, 13), "the module that unboxes groups in graphs came with torch 2.13"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
+from symcomm.torch_versions import release
 from tests.compile.random_graphs.generate import program_of, smaller
 from tests.compile.random_graphs.program import text_of
 from tests.compile.random_graphs.steps import TABLE
@@ -36,6 +38,9 @@ def test_a_graph_gets_smaller_and_stays_legal():
         assert candidate != program
 
 
+@pytest.mark.skipif(
+    release(metadata.version("torch")) < (2, 12), reason="Dynamo traces our groups as objects since torch 2.12"
+)
 @pytest.mark.timeout(DEADLINE + 30)
 def test_compiled_graphs_give_what_they_give_uncompiled():
     command = [sys.executable, "-m", "tests.compile.random_graphs", "--quick", "--seed", str(FIRST)]

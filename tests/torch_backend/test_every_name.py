@@ -511,6 +511,8 @@ def test_the_same_as_on_gloo(name: str, both: dict[str, Any]):
     if name.split("__")[0] not in ("private", *dir(dist)):
         pytest.skip(f"torch {torch.__version__} has no {name}")
     ours, gloos = ([of.get(name) for of in both[backend]] for backend in ("symcomm", "gloo"))
+    if all(str(answer).endswith("does not support alltoall") for answer in gloos):
+        pytest.skip(f"on torch {torch.__version__} Gloo does not")
     assert ours == BETTER.get(name, gloos)
 
 

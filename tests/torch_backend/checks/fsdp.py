@@ -93,7 +93,7 @@ def fsdp_is_direct_by_itself(rank: int, path: str) -> None:
             ordinary = [str(op) for op in operations if not op.zero_copy]
             assert not ordinary, f"{name}: {ordinary}"
             left = _used(ours)  # what is left of the first is the group's own
-            assert before is None or left == before, f"{name} keeps {left - before} bytes"
+            assert before is None or left <= before, f"{name} keeps {left - before} bytes"
             before = left
 
 
