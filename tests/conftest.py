@@ -105,6 +105,14 @@ def pytest_collection_finish() -> None:
         assert not why_not, f"SYMCOMM_HEAP is set, but {why_not}"
 
 
+@pytest.fixture(autouse=True)
+def no_module_in_its_forward() -> None:
+    """torch notes for its compiler which DistributedDataParallel's forward runs, and puts back what it found before. Of
+    ranks that are threads, one may so put back another's, long after that one's has ended."""
+    if (module := sys.modules.get("torch.nn.parallel.distributed")) is not None:
+        module.DistributedDataParallel._active_ddp_module = None
+
+
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     """Neither children nor files of ours, before and after the test."""
