@@ -28,13 +28,16 @@ _bound: weakref.WeakSet[Any] = weakref.WeakSet()  # the writers of modules in wh
 
 
 def _change_writer() -> Undo:
-    from torch._inductor.codegen.wrapper import AllocateLine
+    from torch._inductor.codegen.wrapper import AllocateLine, PythonWrapperCodegen
 
     from symcomm.torch_backend import versions
 
     if not versions.allocates_comm_buffers():
         return all_of()
-    return replace(AllocateLine, "_codegen_comm_buffer", _allocate_by(AllocateLine._codegen_comm_buffer))
+    return all_of(
+        replace(AllocateLine, "_codegen_comm_buffer", _allocate_by(AllocateLine._codegen_comm_buffer)),
+        replace(PythonWrapperCodegen, "codegen_free", _free_by(PythonWrapperCodegen.codegen_free)),
+    )
 
 
 _writer = Switch(_change_writer)
@@ -61,6 +64,22 @@ def _allocate_by(theirs: Callable[..., None]) -> Callable[..., None]:
         return None
 
     return allocate
+
+
+def _free_by(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Wraps torch's function that frees a buffer after its last use: it asks for other buffers whether they may be
+    reused, but not for comm buffers. One that a collective may still write, as nothing in the graph waits for it, is
+    kept until the graph's function returns."""
+
+    def free(self: Any, buffer: Any) -> None:
+        from torch._inductor import ir
+        from torch._inductor.virtualized import V
+
+        is_comm = isinstance(buffer, ir.Buffer) and isinstance(buffer.get_output_spec(), ir.CommBufferLayout)
+        if not (is_comm and buffer.get_name() in V.graph.never_reuse_buffers):
+            theirs(self, buffer)
+
+    return free
 
 
 def _bind_name(wrapper: Any) -> None:

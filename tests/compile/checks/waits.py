@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -81,6 +82,27 @@ def results_of_other_strides_are_there_before_they_are_copied(rank: int) -> None
     for _ in range(5):
         _as_eager(function, *given, block=False)
         _as_eager(lambda a, b: _launched(a, b)[-6:], *given, block=False)
+
+
+@check
+def what_nobody_waits_for_keeps_its_memory(rank: int) -> None:
+    """One of two results is awaited; a later collective's input is of the other's size."""
+
+    def results(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        _, second = c.all_reduce_coalesced([a, b], "max", "0")
+        _, least = c.all_reduce_coalesced([wait(second), a], "min", "0")
+        return [wait(least)]
+
+    def inputs(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        _, second = c.reduce_scatter_tensor_coalesced([a * 2, b * 2], "sum", WORLD, "0")
+        return [wait(c.all_reduce(a * 3, "sum", "0")), wait(second)]
+
+    def gathered(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        c.all_gather_into_tensor_coalesced([a * 2, b * 2], WORLD, "0")
+        return [wait(c.all_reduce(a * 3, "sum", "0"))]
+
+    for function, _ in itertools.product((results, inputs, gathered), range(3)):
+        _as_eager(function, torch.randn(8, 600), torch.randn(16, 600), block=False)
 
 
 @check
